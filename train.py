@@ -1,8 +1,7 @@
 """Trains a drafter; validation decodes.
 
 accelerate launch train.py head=eagle
-python train.py -m head=eagle3,mtp optimizer.lr=1e-3,2e-3    several, one after the other; the same command continues
-(docs/tracking.md)
+python train.py -m head=eagle3,mtp optimizer.lr=1e-3,2e-3    one run after the other (docs/tracking.md)
 """
 
 import specdec.core.threads  # noqa: F401  says how threads wait, before torch is imported
@@ -32,13 +31,12 @@ from train.settings.decide import decide
 from train.settings.options import RunConfig, list_fixed_settings
 from train.show import display, run_page, tracking
 
-# An error that all processes find is told by the main one, and the launcher then ends the others. They wait so long
-# with theirs.
+# Seconds that other processes wait with an error, so that the main one tells it. The launcher then ends them.
 SECONDS_FOR_MAIN_PROCESS = 10
 
 
 def fit(composed: DictConfig) -> int:
-    """Trains as the options say. -> the exit status. Raises ValueError, which says what to change."""
+    """Trains a drafter by its options. -> the exit status. Raises ValueError, which says what to change."""
     options = hydra_text.read_composed(composed)
     path = Path("checkpoints") / options.run
     progress.choose_mode(options.progress, main=is_main())
@@ -61,7 +59,7 @@ def fit(composed: DictConfig) -> int:
 
 
 def train(config: RunConfig, facts: MeasuredFacts, path: Path, *, start: str | None) -> int:
-    """From what has been decided to the last step. start: as the user wrote it"""
+    """Builds the trainer, and trains to the last step. -> the exit status. start: the user's `start`"""
     accelerator, console = build.start_accelerator(config), progress.Results()
     trainer = build.make_trainer(config, facts, path=path, accelerator=accelerator, console=console)
     tracker = tracking.Tracking(config.tracker if accelerator.is_main_process else "none", path)
@@ -77,11 +75,11 @@ def train(config: RunConfig, facts: MeasuredFacts, path: Path, *, start: str | N
             console.say(f"report: {page}")
             tracker.log(trainer.step, "best", checkpoint.read_json(page.with_name("report.json")))
     display.print_end(console, trainer)
-    return 130 if trainer.stop_signal == signal.SIGINT else 0  # a scheduler is to see that all is well
+    return 130 if trainer.stop_signal == signal.SIGINT else 0  # a scheduler that stops a run takes 0 as success
 
 
 def run_command(composed: DictConfig) -> int | str:
-    """`fit`, after which the processes part. -> the exit status, or the sentence of an error"""
+    """Calls `fit`, and ends the group of processes. -> the exit status, or the sentence of an error"""
     status: int | str
     try:
         with shorten_warnings():

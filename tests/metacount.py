@@ -140,7 +140,7 @@ class _FusedRun:
             if _kind(node) == "product":
                 factors = list_tensors([values[source] for source in node.all_input_nodes])
                 args = torch.fx.map_arg(node.args, lambda source: values[source])
-                count.add(_name(node), factors, list_tensors([values[node]]), args)
+                count.add_operation(_name(node), factors, list_tensors([values[node]]), args)
             elif _kind(node) == "point":
                 groups[level[node]].append(node)
         return groups

@@ -1,6 +1,6 @@
-"""The processes of a run: who speaks, how long they wait for one another, who reads what, and the weights of all.
+"""The processes of a run: which one prints, how long they wait for one another, what each reads, and their weights.
 
-Every process has all weights, gradients and moments of the optimizer (DDP). A target may be in parts over all processes.
+Every process has all weights, gradients and moments of the optimizer (DDP). A target may be divided over processes.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from specdec.target.model import Target
 
 Item = TypeVar("Item")
 WHOLE_DRAFTER = "each process has the whole drafter, and target.shard=true divides a target"
-# What accelerate's launcher passes by ACCELERATE_NAME: the flag, what decides in its place, and values that change nothing
+# Variables ACCELERATE_NAME of accelerate's launcher: flag, what decides in its place, values that change nothing
 OFF_VALUES = ("false", "", "0", "no", "off", "n", "f")
 REFUSED_FLAGS = {
     "USE_FSDP": ("--use_fsdp", WHOLE_DRAFTER, OFF_VALUES),
@@ -36,7 +36,7 @@ REFUSED_FLAGS = {
 
 
 class TrainingObjective(Protocol):
-    """What the loop trains: a torch module whose forward pass gives a loss (train/objective/objective.py, `Loss`)."""
+    """A torch module that the loop trains. Its forward pass gives a `Loss` (train/objective/objective.py)."""
 
     drafter: Head
     depth: int
@@ -44,7 +44,7 @@ class TrainingObjective(Protocol):
     supervise: str
 
     def __call__(self, batch: Any, output: Any, *, compare: bool) -> Any:
-        """The loss of a batch. compare: whether the drafter is compared with the target, too"""
+        """The loss of a batch. compare: whether guesses are compared with the text, too"""
 
     def train(self, mode: bool = True) -> Any: ...
 
@@ -55,34 +55,37 @@ class TrainingObjective(Protocol):
 
 
 def check_launcher() -> None:
-    """Raises ValueError for a flag of the launcher, or a line of its configuration, that accelerate would follow by itself."""
+    """Raises ValueError for a flag or a configuration of the launcher that accelerate would follow by itself."""
     for name, (flag, instead, harmless) in REFUSED_FLAGS.items():
         value = os.environ.get(f"ACCELERATE_{name}", harmless[0])
         if value.lower() not in harmless:
             raise ValueError(
-                f"accelerate launch asks for {flag} {value}, which train.py does not follow, as {instead}: leave the flag out, or "
-                "the line of its configuration."
+                f"accelerate launch asks for {flag} {value}, which train.py does not follow, as {instead}: leave the "
+                "flag out, or the line of its configuration."
             )
 
 
 def find_ignored_flags(precision: str, num_processes: int) -> Iterator[str]:
-    """A sentence for each flag of the launcher that the run does not follow. precision, num_processes: of the run
+    """A sentence for each flag of the launcher that the run does not follow. precision, num_processes: the run's own
 
-    The launcher passes `no` where nobody asks for mixed precision, and an address where it is asked for several processes.
+    The launcher passes `no` where nobody asks for mixed precision. It passes an address for several processes.
     """
     flag = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if flag not in ("no", precision):
-        yield f"accelerate launch asks for --mixed_precision {flag}, and precision={precision} decides: give precision=bf16 or fp32."
+        yield (
+            f"accelerate launch asks for --mixed_precision {flag}, and precision={precision} decides: give "
+            "precision=bf16 or fp32."
+        )
     has_address = "MASTER_PORT" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
     if has_address and num_processes == 1 and "WORLD_SIZE" not in os.environ:
         yield (
-            "accelerate launch was asked for several processes and has started one, as it does without --multi_gpu: give that in "
-            "place of --cpu, or use torchrun --nproc_per_node N."
+            "accelerate launch was asked for several processes and has started one, as it does without --multi_gpu: "
+            "give that in place of --cpu, or use torchrun --nproc_per_node N."
         )
 
 
 def count_threads(num_processes: int) -> int:
-    """Threads of the CPU for each process: OMP_NUM_THREADS, unless that is the 1 of a launcher, else its part of the cores."""
+    """Threads of each process: OMP_NUM_THREADS, unless that is a launcher's 1, else an equal share of the cores."""
     number = os.environ.get("OMP_NUM_THREADS", "")
     if number.isdecimal() and int(number) > 1:
         return int(number)
@@ -93,20 +96,22 @@ def count_threads(num_processes: int) -> int:
 
 
 def is_main() -> bool:
-    """Whether this is the process that speaks; before the accelerator is made, too."""
+    """Whether this is the process that prints. It is known before the accelerator is made."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def print_main(text: str) -> None:
-    """Prints a line, once for all processes: `Accelerator.print` would print it on every machine."""
+    """Prints a line once. `Accelerator.print` would print it on every machine."""
     if is_main():
         print(text)
 
 
 @contextlib.contextmanager
 def shorten_warnings() -> Iterator[None]:
-    """Within, a warning is one line without the place in the code. UserWarnings come from the main process only, because all
-    processes would repeat them. A RuntimeWarning concerns one process."""
+    """Within, a warning is one line without its place in the code.
+
+    UserWarnings come from the main process alone, because all have them. A RuntimeWarning concerns one process.
+    """
     formatwarning, number = warnings.formatwarning, os.environ.get("RANK", "0")
     who = "" if is_main() else f"process {number}: "
     with warnings.catch_warnings():
@@ -128,7 +133,7 @@ class ProcessLost(ValueError):
 
 @dataclass(frozen=True)
 class Waiting:
-    """minutes: how long a process waits for the others"""
+    """A context in which a process waits for the others. minutes: time limit; process: number of this process"""
 
     minutes: float
     process: int
@@ -164,15 +169,15 @@ class Waiting:
 
     def _end(self, awaited: str) -> None:
         sys.stderr.write(
-            f"error: Process {self.process} has waited {self.minutes:g} minutes for {awaited}, and another process of the run "
-            "does not answer. Raise train.timeout if that may take longer. Then continue with resume=true.\n"
+            f"error: Process {self.process} has waited {self.minutes:g} minutes for {awaited}, and another process of "
+            "the run does not answer. Raise train.timeout if that may take longer. Then continue with resume=true.\n"
         )
         sys.stderr.flush()
         os._exit(1)
 
 
 def compute_by_main(make: Callable[[], Item], awaited: str, *, minutes: float) -> Item:
-    """The result of `make`, which the main process calls and the others get. They wait so many minutes for it."""
+    """The result of `make` in all processes. The main one calls it, and the others wait at most `minutes`."""
     state = PartialState()
     made = [make() if state.is_main_process else None]
     with Waiting(minutes, state.process_index, state.num_processes)(awaited):
@@ -184,10 +189,9 @@ def compute_by_main(make: Callable[[], Item], awaited: str, *, minutes: float) -
 
 @dataclass(frozen=True)
 class ProcessGroup(Group):
-    """Who answers and decodes: each process its part of the texts, or all the same ones where they hold a target together.
+    """The share of texts that a process answers or decodes. Processes that hold a target together do the same texts.
 
-    Of `num` parts this process does the `number`-th. first: whether its results are those that count. In training each process
-    reads its own packs all the same.
+    number, num: this process' share, and the number of shares; first: whether its results are gathered
     """
 
     number: int
@@ -201,7 +205,7 @@ class ProcessGroup(Group):
         return cls(accelerator.process_index, accelerator.num_processes)
 
     def mine(self, items: Sequence[Item]) -> Sequence[Item]:
-        """This process's part."""
+        """This process' share of the items."""
         return items[self.number :: self.num]
 
     def gather(self, results: list[Item]) -> list[Item]:
@@ -229,9 +233,9 @@ def copy_state(state: Any) -> Any:
 
 
 def change_together(drafter: Head, change: Callable[[Head], int], *, applies: bool) -> int:
-    """Sets weights as `change` does in the processes with `here`; the main one is among them, and the others get its weights.
+    """Changes weights in some processes, among them the main one, and gives its weights to all. All call it.
 
-    All call it. -> the result; 0: nothing was changed
+    applies: whether `change` is called in this process. -> the result of `change`; 0 if nothing was changed
     """
     (result,) = broadcast_object_list([change(drafter) if applies else 0])
     if result:

@@ -1,6 +1,7 @@
 """Tests of targets without a chat template: rows of plain text, prompts, and the beginning-of-text token."""
 
 import copy
+import functools
 import json
 import sys
 import warnings
@@ -61,7 +62,9 @@ def encoded(tokenizer, /, **row):
 
 CASES = {  # settings of `save` -> what is put in front, and whether that is said
     "named": ({}, [BEGIN], True),
-    "named-for-generation": ({"config": {"bos_token_id": None}, "generation": {"bos_token_id": BEGIN, "eos_token_id": [END]}}, [BEGIN], True),
+    "named-for-generation": (
+        {"config": {"bos_token_id": None}, "generation": {"bos_token_id": BEGIN, "eos_token_id": [END]}}, [BEGIN], True,
+    ),
     "also-the-end": ({"config": {"eos_token_id": BEGIN}}, [], False),
     "also-an-end-of-generation": ({"generation": {"bos_token_id": BEGIN, "eos_token_id": [END, BEGIN]}}, [], False),
     "not-named": ({"config": {"bos_token_id": None}}, [], False),
@@ -154,7 +157,7 @@ def test_ids_of_another_tokenizer_are_made_again_of_the_text(tokenizer):
 
 def test_prompts_are_read_as_they_are(tmp_path, tokenizer):
     write_rows(tmp_path / "prompts.jsonl", [{"prompt": PROMPT}, {"prompt": ""}])
-    load = lambda tokenizer, limit=None: data.load_prompts(str(tmp_path / "prompts.jsonl"), tokenizer, limit=limit)
+    load = functools.partial(data.load_prompts, str(tmp_path / "prompts.jsonl"), limit=None)
     text = tokenizer(PROMPT)["input_ids"]
     with pytest.raises(ValueError, match=r"prompts\.jsonl:2: The prompt is empty"):
         load(tokenizer)
@@ -164,7 +167,7 @@ def test_prompts_are_read_as_they_are(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("opening", [True, False])
 def test_the_text_of_an_answer_goes_on_from_its_prompt(opening):
-    """With tokenizers that put a space before each word, and drop it at a text's beginning or not; the last answer is cut."""
+    """With tokenizers that drop the space before a text's first word, or not. The last answer is cut."""
     tokenizer = byte_fallback_tokenizer(opening=opening)
     ids = tokenizer("Count to \u5929 then \u00e9\u00e9", add_special_tokens=False)["input_ids"]
     for place in range(1, len(ids) - 2):

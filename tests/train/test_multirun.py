@@ -1,4 +1,4 @@
-"""Tests of `python train.py -m`: several runs, each in a process and a folder of its own; and of a head outside of specdec."""
+"""Tests of `python train.py -m`: runs in processes and folders of their own; and of a head outside of specdec."""
 
 import math
 import os
@@ -13,13 +13,8 @@ from specdec.core import extensions
 from tests.support import ROOT, child_environment, train_overrides
 from train.settings import hydra_text, multirun
 
-SHORT = (
-    "train.steps=2",
-    "train.validate_every=2",
-    "data.hold_out=0",
-    "validation.num_prompts=2",
-    "validation.auto=never",
-)
+SHORT = ("train.steps=2", "train.validate_every=2", "data.hold_out=0", "validation.num_prompts=2",
+         "validation.auto=never")  # fmt: skip
 OWN_HEAD = """
 from specdec.heads.medusa import Medusa
 
@@ -52,10 +47,7 @@ def train(folder, tmp_path):
 def test_a_repeated_sweep_skips_finished_jobs_and_one_failed_job_does_not_end_it(train, tmp_path):
     words = ("-m", "head=eagle,medusa", "optimizer.lr=1e-3,-1")
     status, output = train(*words)
-    runs = sorted(
-        path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(("eagle", "medusa"))
-    )
-    finished = [name for name in runs if (tmp_path / "checkpoints" / name / "finished").exists()]
+    finished = sorted(path.parent.name for path in tmp_path.glob("checkpoints/*/finished"))
     assert status == 1 and finished == ["eagle-target-optimizer.lr=0.001", "medusa-target-optimizer.lr=0.001"]
     folders = ",".join(f"checkpoints/{name}" for name in finished)
     assert f"specdec evaluate checkpoint={folders}" in output
@@ -75,15 +67,8 @@ def test_a_head_of_ones_own_is_trained_and_loaded_with_trust_code_alone(train, t
     assert status == 1 and "nothing" in output
     status, output = train("--config-dir", "conf", "head=own", "run=own", "trust_code=true")
     assert status == 0, output
-    words = [
-        sys.executable,
-        "-m",
-        "specdec.command",
-        "generate",
-        "checkpoint=checkpoints/own",
-        "prompt=Say",
-        "max_new_tokens=4",
-    ]
+    command = "-m specdec.command generate checkpoint=checkpoints/own prompt=Say max_new_tokens=4"
+    words = [sys.executable, *command.split()]
     options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": child_environment()}
     refused, accepted = (subprocess.run([*words, *more], **options) for more in ((), ("trust_code=true",)))
     assert refused.returncode == 1 and "trust_code=true" in refused.stderr and "tau" in accepted.stdout

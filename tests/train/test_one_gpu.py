@@ -1,4 +1,4 @@
-"""What a machine with one GPU needs of training and loading, on a CPU: the device's number, attention, memory, settings of accelerate."""
+"""Needs of a machine with one GPU, tested on a CPU: the device's number, attention, memory, settings of accelerate."""
 
 import os
 import subprocess
@@ -26,7 +26,8 @@ GPU = torch.device("cuda", 0)
 CUDA_FULL = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.2 GiB is free."
 )
-CPU_FULL = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000 bytes."
+ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000 bytes."
+CPU_FULL = f"[enforce fail at alloc_cpu.cpp:127] err == 0. {ALLOCATOR}"
 
 
 @pytest.fixture
@@ -57,8 +58,8 @@ def test_the_loaders_thread_takes_a_device_without_a_number(one_gpu):
 
 
 def test_the_accelerators_device_has_its_number(one_gpu, monkeypatch):
-    one_process = lambda **_: SimpleNamespace(device=torch.device("cuda"), num_processes=1)
-    monkeypatch.setattr(build, "PartialState", one_process)
+    state = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
+    monkeypatch.setattr(build, "PartialState", lambda **_: state)
     options = SimpleNamespace(train=SimpleNamespace(seed=0, timeout=1), threads=1, fast=None)
     assert build.start_processes(options).device == GPU
 
@@ -146,8 +147,10 @@ def test_logits_follow_the_free_memory_of_a_gpu(monkeypatch, losses, free, expec
 FULL = {
     "GPU": (torch.OutOfMemoryError(CUDA_FULL), "The memory of the GPU is full (2.15 GB were asked for)"),
     "CPU": (RuntimeError(CPU_FULL), "The memory of this machine is full (4 GB were asked for)"),
-    "Windows": (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 512 bytes."), "The memory of this machine is full"),
-    "cuBLAS": (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "The memory of the GPU is full"),
+    "Windows": (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 512 bytes."),
+                "The memory of this machine is full"),
+    "cuBLAS": (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+               "The memory of the GPU is full"),
     "Python": (MemoryError(), "The memory of this machine is full"),
 }  # fmt: skip
 
@@ -203,12 +206,11 @@ def test_a_target_that_does_not_fit_into_a_cpu_is_named(folder, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError(CPU_FULL)
 
-    found = (SimpleNamespace(from_pretrained=None), None)
+    model_class = (SimpleNamespace(from_pretrained=None), None)
     monkeypatch.setattr("specdec.target.loading._load_pretrained", fail)
-    text = lambda decoder: SimpleNamespace(num_hidden_layers=1)
-    config = SimpleNamespace(to_dict=dict, get_text_config=text)
+    config = SimpleNamespace(to_dict=dict, get_text_config=lambda decoder: SimpleNamespace(num_hidden_layers=1))
     monkeypatch.setattr("specdec.target.loading.load_config", lambda *_, **__: config)
-    monkeypatch.setattr("specdec.target.loading._find_class", lambda *_, **__: found)
+    monkeypatch.setattr("specdec.target.loading._find_class", lambda *_, **__: model_class)
     monkeypatch.setattr(attention, "choose_implementation", lambda kind: "sdpa")
     with pytest.raises(ValueError, match=r"does not fit into the memory of device=cpu"):
         Target.load(str(folder / "target"))
@@ -223,18 +225,14 @@ REFUSED = {"DYNAMO_BACKEND": "INDUCTOR", "USE_FSDP": "true", "USE_DEEPSPEED": "t
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_settings_of_accelerate_that_training_does_not_take_are_refused(monkeypatch, name):
-    monkeypatch.setenv(f"ACCELERATE_{name}", REFUSED[name])
-    flag = "--" + name.lower()
-    said = rf"^accelerate launch asks for {flag} {REFUSED[name]}, which train\.py does not follow, as .*: leave the flag out"
-    with pytest.raises(ValueError, match=said):
-        processes.check_launcher()
-
-
-def test_what_accelerates_launcher_always_sets_is_taken(monkeypatch):
-    for variable, value in {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_FSDP": "false",
-                            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}.items():  # fmt: skip
-        monkeypatch.setenv(variable, value)
+    harmless = {"DYNAMO_BACKEND": "NO", "USE_FSDP": "false", "GRADIENT_ACCUMULATION_STEPS": "1"}
+    for variable, value in harmless.items():  # what the launcher always sets
+        monkeypatch.setenv(f"ACCELERATE_{variable}", value)
     processes.check_launcher()
+    monkeypatch.setenv(f"ACCELERATE_{name}", REFUSED[name])
+    asked = rf"^accelerate launch asks for --{name.lower()} {REFUSED[name]}"
+    with pytest.raises(ValueError, match=rf"{asked}, which train\.py does not follow, as .*: leave the flag out"):
+        processes.check_launcher()
 
 
 def test_they_are_refused_before_anything_is_loaded(fit, monkeypatch):

@@ -63,7 +63,7 @@ LONG = ("train.steps=100000", "train.validate_every=100000", "train.save_every=5
 
 @pytest.mark.full
 def test_a_process_that_dies_ends_the_run_with_a_sentence_and_one_process_continues_it(folder, tmp_path, fit):
-    """Two processes; one is killed; the other says what it waited for. One process goes on with the same packs in a step."""
+    """One of two processes is killed, and the other says what it waited for. One process goes on with equal steps."""
     processes = start_processes(folder, tmp_path, "run", *LONG)
     for line in processes[0].stdout:
         if line.startswith("step ") and " 7/" in line:
@@ -84,14 +84,16 @@ def test_a_process_that_dies_ends_the_run_with_a_sentence_and_one_process_contin
 
 def test_waiting_names_what_it_waits_for(capsys):
     waiting = Waiting(minutes=1, process=1, num_processes=2)
-    with pytest.raises(ProcessLost, match=r"Process 1 waited for step 7, and another process .* \(\[gloo\] closed"), waiting("step 7"):  # fmt: skip
+    sentence = r"Process 1 waited for step 7, and another process .* \(\[gloo\] closed"
+    with pytest.raises(ProcessLost, match=sentence), waiting("step 7"):
         raise RuntimeError("[gloo] closed by peer\nmore")
     with pytest.raises(RuntimeError, match=r"^shapes$"), waiting("step 7"):
         raise RuntimeError("shapes")
 
 
 def test_waiting_ends_the_process_in_time():
-    code = "import time; from train.processes import Waiting\nwith Waiting(0.001, 0, 2)('the validation of step 5'): time.sleep(60)"
+    code = "import time\nfrom train.processes import Waiting\n"
+    code += "with Waiting(0.001, 0, 2)('the validation of step 5'): time.sleep(60)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True, timeout=50
     )
@@ -103,7 +105,10 @@ def test_processes_ask_for_signals_seldom_but_often_enough_for_a_launcher_that_k
 
     def ask(main: bool, seconds: float, votes: list[list[int]]) -> list[int]:
         asked_steps: list[int] = []
-        gather = lambda mine: torch.tensor(mine.tolist() + votes if main else votes + mine.tolist())
+
+        def gather(own_vote):
+            return torch.tensor(own_vote.tolist() + votes if main else votes + own_vote.tolist())
+
         accelerator = SimpleNamespace(num_processes=2, device=torch.device("cpu"), gather=gather)
         asking = StopVote(accelerator, lambda awaited: asked_steps.append(step) or contextlib.nullcontext())
         for step in range(1, 61):

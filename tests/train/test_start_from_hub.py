@@ -1,4 +1,4 @@
-"""Tests of start= of train.py: user/name, against a stand-in of the Hub (tests/hub.py), and a head in another project's layout."""
+"""Tests of start= of train.py: user/name on a stand-in of the Hub (tests/hub.py), and a head in another layout."""
 
 import json
 from pathlib import Path
@@ -24,11 +24,7 @@ CARD = b"---\nlicense: mit\ntags: []\n---\n"
 def share(run: str) -> str:
     """Pushes the best step of a run. -> the commit"""
     folder = checkpoint.resolve(f"checkpoints/{run}")
-    contents = {
-        path.name: path
-        for path in folder.iterdir()
-        if path.name in ("drafter.json", "drafter.safetensors", "report.json")
-    }
+    contents = {name: folder / name for name in ("drafter.json", "drafter.safetensors", "report.json")}
     commit = push_files(NAME, {**contents, "README.md": CARD}, message="Add a head").oid
     fetch_checkpoint.cache_clear()
     return commit

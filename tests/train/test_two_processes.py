@@ -1,5 +1,6 @@
 """Tests of drafters that are trained by two processes (DDP), against one process."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ HEADS = {
 
 @pytest.fixture(scope="module")
 def printed(folder, tmp_path_factory):
-    """All runs of this file, in the folder that is then the working directory -> what each of the two processes printed"""
+    """All runs of this file, and their folder. -> the folder, and what each of the two processes printed"""
     cwd = tmp_path_factory.mktemp("runs")
     write_rows(cwd / "prompts.jsonl", [{"prompt": f"Count from {number}."} for number in range(5)])
 
@@ -45,7 +46,8 @@ def printed(folder, tmp_path_factory):
         runs += [run("resumed", stop=4), run("resumed", "resume=true")]
         runs += [run("two-then-one", stop=4), run("one-then-two", "resume=true")]
         runs += [run("spoiled", "train.skip_not_finite=true", spoil=2)]
-        minutes = ["train.save_every=null", "train.save_minutes=1e-9", "train.steps=90", "train.validate_every=27", "validation.num_prompts=1"]  # fmt: skip
+        minutes = ["train.save_every=null", "train.save_minutes=1e-9", "train.steps=90", "train.validate_every=27",
+                   "validation.num_prompts=1"]  # fmt: skip
         runs += [run("ended", *minutes, end=30)]
         both = fit_by_two(cwd, runs)
         fit_float64(**run("two-then-one", "train.accumulation=2", "resume=true"))
@@ -93,7 +95,8 @@ def test_a_run_goes_on_with_one_process_or_two(runs, run):
     """Died in the fourth step, saved after the second; the weights are then those of a run that was not interrupted."""
     assert losses_of(run) == pytest.approx(losses_of("eagle3-one"), rel=1e-10, abs=1e-10)
     state = "state/step_000004"
-    check_same(Path("checkpoints/eagle3-one", state), Path("checkpoints", run, state), "drafter.safetensors", "optimizer.safetensors")  # fmt: skip
+    folders = Path("checkpoints/eagle3-one", state), Path("checkpoints", run, state)
+    check_same(*folders, "drafter.safetensors", "optimizer.safetensors")
 
 
 def test_a_step_that_is_not_finite_is_left_out_by_all(runs):
@@ -104,7 +107,7 @@ def test_a_step_that_is_not_finite_is_left_out_by_all(runs):
 
 
 def test_a_signal_to_any_process_ends_all_within_20_steps(runs, printed):
-    """States by minutes are saved when the processes ask each other, at the latest after 20 steps and after a validation."""
+    """States by minutes are saved when the processes vote: at the latest after 20 steps, and after a validation."""
     last = max(losses_of("ended"))
     assert 30 <= last <= 30 + VOTE_STEPS < 90 and list(losses_of("ended")) == list(range(1, last + 1))
     states = sorted(path.name for path in Path("checkpoints/ended/state").iterdir())
@@ -116,8 +119,10 @@ def test_a_signal_to_any_process_ends_all_within_20_steps(runs, printed):
 def test_two_nodes_by_torchrun(folder, tmp_path):
     """Two launchers, as docs/scaling.md starts them on two machines. One process speaks, not one of each machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1",
-                "--rdzv_backend", "c10d", "--rdzv_id", "7", "--rdzv_endpoint", f"localhost:{free_ports(1)[0]}"]  # fmt: skip
-    command = [*launcher, str(ROOT / "train.py"), *train_overrides(folder, "nodes", "train.steps=2", "train.validate_every=2")]  # fmt: skip
+                "--rdzv_backend", "c10d", "--rdzv_id", "7", "--rdzv_endpoint",
+                f"localhost:{free_ports(1)[0]}"]  # fmt: skip
+    overrides = train_overrides(folder, "nodes", "train.steps=2", "train.validate_every=2")
+    command = [*launcher, str(ROOT / "train.py"), *overrides]
     processes = [subprocess.Popen(command, cwd=tmp_path, env=child_environment(), stdout=subprocess.PIPE,
                                   stderr=subprocess.STDOUT, text=True) for _ in range(2)]  # fmt: skip
     printed = "".join(process.communicate(timeout=200)[0] for process in processes)
@@ -127,9 +132,8 @@ def test_two_nodes_by_torchrun(folder, tmp_path):
 
 
 def test_only_the_main_process_speaks_and_computes_the_start(printed):
-    main, other = (
-        [line for line in text.splitlines() if line[:2] != "# " and not line.startswith(MARK)] for text in printed[1]
-    )
+    texts = [re.sub(rf"^(# |{re.escape(MARK)}).*\n?", "", text, flags=re.M) for text in printed[1]]
+    main, other = (text.splitlines() for text in texts)
     new = len(HEADS) + 4  # the runs that two processes begin
     assert main.count("computed start") == new and main.count("computed vocabulary") == new + 2
     assert not any(other)

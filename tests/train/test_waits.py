@@ -50,8 +50,9 @@ def make_batch():
 def test_the_device_counts_waits_and_refuses_to_mix(device):
     values = torch.arange(4.0).to(ELSEWHERE, non_blocking=True)
     assert isinstance(values * 2, Elsewhere) and not device.waits
-    for wait in (lambda: values.sum().item(), lambda: values.tolist(), lambda: values[values > 1], lambda: values.nonzero(),
-                 lambda: bool(values[0] > 1), lambda: values.cpu(), lambda: torch.arange(4).to(ELSEWHERE),
+    for wait in (lambda: values.sum().item(), lambda: values.tolist(), lambda: values[values > 1],
+                 lambda: values.nonzero(), lambda: bool(values[0] > 1), lambda: values.cpu(),
+                 lambda: torch.arange(4).to(ELSEWHERE),
                  lambda: torch.tensor([1], device=ELSEWHERE)):  # fmt: skip
         wait()
         assert sum(device.waits.values()) >= 1
@@ -109,8 +110,10 @@ def reads(device) -> int:
 
 @pytest.fixture
 def events(device, monkeypatch) -> list:
-    """CUDA's events on the pretended device, which reaches one a millisecond, once the host has waited for it. torch.cuda is
-    not to be asked for anything else. -> those that were recorded"""
+    """CUDA's events on the pretended device: one a millisecond, once the host has waited. -> recorded events
+
+    Nothing else of torch.cuda may be called.
+    """
     recorded = []
 
     class Event:
@@ -177,7 +180,8 @@ SHAPES = {"plain": None, "chain": TreeShape(2, 1, 2), "tree": TreeShape(2, 2, 4)
 
 @pytest.mark.parametrize(
     "shape, children, kind",
-    [("plain", "chosen", torch.Generator), ("chain", "chosen", There), ("tree", "chosen", torch.Generator), ("tree", "distinct", There)],
+    [("plain", "chosen", torch.Generator), ("chain", "chosen", There), ("tree", "chosen", torch.Generator),
+     ("tree", "distinct", There)],
 )  # fmt: skip
 def test_a_round_of_answers_with_own_settings_waits_once_however_they_end(shape, children, kind, device):
     """The host copies nothing by itself either: such a copy waits for the device too."""

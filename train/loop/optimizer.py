@@ -15,13 +15,13 @@ from specdec.target.model import DTYPES
 from train.settings.options import OptimizerOptions
 
 ADAMW8BIT = "bitsandbytes"
-AVERAGE_PREFIX = "average:"  # before the names of averaged weights in a saved state
+AVERAGE_PREFIX = "average:"  # prefix of the names of averaged weights in a saved state
 # Parameters whose rows are tokens or single figures: AdamW suits them better than Muon, as it does embeddings
 OUTPUT_LAYERS = ("lm_head", "lm_heads", "after", "confidence_head")
 
 
 SCHEDULE_SHAPES: dict[str, Callable[[float, float, float], float]] = {
-    # of schedules: share of lr, by progress (0 at the end of the warm-up, 1 after the last step), final and decay
+    # Share of lr by schedule: a function of progress (0 after the warm-up, 1 after the last step), final and decay
     "cosine": lambda progress, final, decay: final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)),
     "wsd": lambda progress, final, decay: 1 - (1 - final) * max(0.0, progress - (1 - decay)) / decay,  # 2404.06395
     "linear": lambda progress, final, decay: 1 - (1 - final) * progress,
@@ -32,9 +32,10 @@ SCHEDULE_SHAPES: dict[str, Callable[[float, float, float], float]] = {
 def make_schedule(
     optimizer: torch.optim.Optimizer, settings: OptimizerOptions, *, steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up, then the shape that `settings` name. A parameter group with a `delay` waits for so many steps with a
-    rate of 0 before its warm-up begins."""
+    """A schedule with a linear warm-up, then the shape that `settings` name.
 
+    The rate of a parameter group with a `delay` is 0 for that many steps. Then its warm-up begins.
+    """
     warmup = settings.warmup_steps(steps)
 
     def factor(step: int, delay: int) -> float:
@@ -52,7 +53,7 @@ def make_schedule(
 
 
 def make_parameter_groups(module: nn.Module, weight_decay: float, *, adapter: dict | None = None) -> list[dict]:
-    """Matrices decay, norms do not. adapter: lr and delay of the target's adapter, if the drafter has one"""
+    """Groups of the trained parameters. Matrices decay, norms do not. adapter: lr and delay of the target's adapter"""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     head_parameters = [p for name, p in trained.items() if not name.startswith("adapter.")]
     groups = [
@@ -66,7 +67,7 @@ def make_parameter_groups(module: nn.Module, weight_decay: float, *, adapter: di
 
 
 def list_hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
-    """What Muon trains: weights of linear layers that are neither output layers nor of the target's adapter."""
+    """The weights that Muon trains: those of linear layers that are no output layers."""
     matrices: list[nn.Parameter] = []
     for name, layer in module.named_modules():
         output = any(part in OUTPUT_LAYERS for part in name.split("."))
@@ -79,7 +80,7 @@ NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of each of its five ste
 
 
 def orthogonalise(update: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest matrix with orthogonal rows or columns, approximately: [m, n], computed in `dtype`"""
+    """The nearest matrix [m, n] with orthogonal rows or columns, approximately. dtype: dtype of the products"""
     x = update.to(dtype)
     x = x.T if update.shape[0] > update.shape[1] else x
     x = x / x.norm().clamp(min=1e-7)
@@ -126,7 +127,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for hidden matrices and AdamW for the rest, as one optimizer with one state.
 
     Muon's updates are scaled to the size of AdamW's (2502.16982), so learning rates mean the same for both.
-    matrices, others: parameter groups
+    matrices, remaining: parameter groups
     """
 
     def __init__(self, matrices: list[dict], remaining: list[dict], *, lr: float, betas: tuple[float, float]):
@@ -139,7 +140,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """The parts work on this optimizer's groups and state, which the schedule and the checkpoints see."""
+        """Gives both optimizers this one's groups and state, which the schedule and the checkpoints see."""
         muon, adamw = self.optimizers
         muon.param_groups = self.param_groups[: len(muon.param_groups)]
         adamw.param_groups = self.param_groups[len(muon.param_groups) :]
@@ -158,7 +159,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
 def make_optimizer(
     module: nn.Module, settings: OptimizerOptions, *, adapter: dict | None = None
 ) -> torch.optim.Optimizer:
-    """adapter: lr and delay of the target's adapter. Raises ValueError if the optimizer's library is not installed."""
+    """The optimizer that `settings` name. adapter: lr and delay of the target's adapter
+
+    Raises ValueError if the optimizer's library is not installed, or the head has nothing that it trains.
+    """
     groups = make_parameter_groups(module, settings.weight_decay, adapter=adapter)
     first, second = settings.betas
     shared_options: dict[str, Any] = {"lr": settings.lr, "betas": (first, second)}
@@ -186,7 +190,7 @@ def make_optimizer(
 class WeightAverage:
     """The exponential moving average of the trained weights, in float32 or their own wider type.
 
-    After t updates the share of the old average is min(decay, (1 + t) / (10 + t)), so that the random start is forgotten.
+    After t updates the share of the old average is min(decay, (1 + t) / (10 + t)), so the random start is forgotten.
     """
 
     def __init__(self, module: nn.Module, decay: float):
@@ -196,13 +200,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Starts again from the weights as they are now."""
+        """Sets the average to the weights as they are."""
         for name, weight in self.weights.items():
             self.values[name].copy_(weight)
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step of the optimizer."""
+        """Adds the weights to the average, after a step of the optimizer."""
         self.updates += 1
         old_share = min(self.decay, (1 + self.updates) / (10 + self.updates))
         torch._foreach_lerp_([*self.values.values()], [*self.weights.values()], 1 - old_share)
@@ -228,7 +232,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """state: whole tensors"""
+        """Restores the average of `state_dict`."""
         self.updates = int(state["updates"])
         for name, value in self.values.items():
             value.copy_(state[name])
@@ -245,6 +249,6 @@ def read_norms(norms: list[Tensor], limit: float) -> dict[str, float]:
 
 
 def pop_prefixed(values: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Removes the values whose names begin with `prefix`. -> these, without it"""
+    """Removes the values whose names begin with `prefix`. -> these values, by name without the prefix"""
     names = [name for name in values if name.startswith(prefix)]
     return {name.removeprefix(prefix): values.pop(name) for name in names}

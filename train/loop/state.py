@@ -1,4 +1,4 @@
-"""What a run leaves on the disk: its log, its checkpoints, and the states that it resumes from."""
+"""The files of a run: its log, its checkpoints, and the states from which it resumes."""
 
 import copy
 import json
@@ -21,8 +21,8 @@ from specdec.measuring.report import Report
 from specdec.target.fingerprint import Fingerprint
 from train.settings.options import list_fixed_settings, read_settings
 
-NUM_STATES = 2  # kept: if the newest is damaged, the one before it is used
-LOSS_PREFIX = "head.objective.losses."  # of weight 0 is what an earlier version had not
+NUM_STATES = 2  # states that are kept: if the newest is damaged, the one before it is used
+LOSS_PREFIX = "head.objective.losses."  # a loss of weight 0 may be one that an earlier version lacked
 STEP_OPTIONS = ("train.batch", "train.accumulation", "processes")  # settings whose product is the packs of a step
 INPUT_NAMES = {  # digests among the settings of a run; earlier versions recorded only the data
     "data": "the training data",
@@ -34,11 +34,11 @@ INPUT_NAMES = {  # digests among the settings of a run; earlier versions recorde
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Only the main process writes.
+    """The folder of a run. Only the main process writes to it.
 
-    spec: what `checkpoint.save` writes of the drafter
-    settings: what must not change between a run and its resumption, by dotted name; but see `read_state`
-    identity: of the target, by which what an earlier version recorded is compared; None: as it is
+    spec: drafter's class and arguments, as `checkpoint.save` writes them
+    settings: settings that a resumed run may not change, by dotted name; `read_state` has the exceptions
+    identity: fingerprint of the target, for comparison with records of earlier versions; None compares digests alone
 
         log.jsonl                         one line for each logged step and each validation
         step_000500/                      a checkpoint, with report.json
@@ -54,8 +54,10 @@ class RunFolder:
     identity: Fingerprint | None = None
 
     def check_start(self, *, resume: bool | str) -> bool:
-        """-> whether the run has finished, for resume="auto". Raises ValueError rather than overwrite a run, or take one with
-        other settings for this one."""
+        """Whether the run has finished, for resume="auto".
+
+        Raises ValueError rather than overwrite a run, or take one with other settings for this one.
+        """
         finished = self.path / "finished"
         if finished.exists() and resume != "auto":
             raise ValueError(
@@ -67,13 +69,13 @@ class RunFolder:
         has_begun = (self.path / "log.jsonl").exists() or (self.path / "state").exists()
         if has_begun and not resume:
             raise ValueError(
-                f"{self.path} holds a run that has begun. Continue it with resume=true, choose another run=NAME, or delete "
-                "the folder."
+                f"{self.path} holds a run that has begun. Continue it with resume=true, choose another run=NAME, or "
+                "delete the folder."
             )
         if finished.exists() and (self.path / "config.yaml").exists():
             recorded_settings = list_fixed_settings(read_settings(self.path / "config.yaml"))
             of_step = {key: self.settings.get(key) for key in STEP_OPTIONS if key in self.settings}
-            self._check_settings(recorded_settings | of_step)  # of any number of processes
+            self.refuse_changes(recorded_settings | of_step)  # batch, accumulation and processes may differ
         return finished.exists()
 
     # The log
@@ -85,14 +87,16 @@ class RunFolder:
         return read_rows(self.path / "log.jsonl")
 
     def log_last(self, step: int, figures: dict) -> None:
-        """What follows the last state of a run. If the run died behind it, it is done again, and this line replaced."""
+        """Logs what follows the last state of a run. A run that died there does it again, and replaces this line."""
         kept_rows = [row for row in self.read_log() if not row.get("last")]
         rows = [*kept_rows, {"step": step, "last": True, **figures}]
         files.write_text(self.path / "log.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def go_back(self, step: int, best: dict) -> None:
-        """To how everything was when the state of `step` was saved; -1 for a run without one. The work behind it will be
-        done again, and logged again."""
+        """Restores log and best step as they were when the state of `step` was saved; -1 for a run without a state.
+
+        Later steps will be done again, and logged again.
+        """
         files.restore_folders(self.path)
         if best:
             self.mark_best(_name_step(best["step"]))
@@ -109,14 +113,14 @@ class RunFolder:
     # Checkpoints
 
     def save_checkpoint(self, drafter: Head, report: Report) -> str:
-        """-> the checkpoint's name, as `mark_best` takes it"""
+        """Saves a checkpoint of the report's step. -> its name, as `mark_best` takes it"""
         assert report.step is not None
         name = _name_step(report.step)
         checkpoint.save(self.path / name, drafter, self.spec, extra={"report.json": report.to_json()})
         return name
 
     def write_report(self, name: str, report: Report) -> None:
-        """In place of the checkpoint's own, once its drafts have been decoded."""
+        """Replaces the report of a checkpoint whose drafts have been decoded."""
         files.replace_document(self.path / name / "report.json", report.to_json())
 
     def mark_best(self, name: str) -> None:
@@ -144,13 +148,13 @@ class RunFolder:
         return max(map(_read_step, self.list_states()), default=0)
 
     def save_state(self, step: int, *, weights: dict[str, Tensor], optimizer: dict, document: dict) -> None:
-        """Safetensors and JSON. Older states are removed only when the new one is complete.
+        """Writes a state as safetensors and JSON. Older states are removed only when the new one is complete.
 
-        optimizer: its state_dict; document: counters, as JSON
+        optimizer: state_dict; document: counters, as JSON
         """
         moments, counts = pack_state(optimizer["state"])
         if (self.path / "log.jsonl").exists():
-            files.sync_path(self.path / "log.jsonl")  # what is logged up to here is not logged again
+            files.sync_path(self.path / "log.jsonl")  # a resumed run does not log these steps again
         counters = {"step": step, "groups": optimizer["param_groups"], "counts": counts, "about": self.settings}
         files.write_folder(
             self.path / "state" / _name_step(step),
@@ -163,7 +167,7 @@ class RunFolder:
                 files.remove_folder(old)
 
     def read_state(self) -> tuple[dict[str, Tensor], dict, dict] | None:
-        """-> the newest state's weights, optimizer state_dict and document; None without a state.
+        """Reads weights, optimizer state_dict and document of the newest state; None without a state.
 
         A damaged state is named in a warning, and the one before it is used. Another number of processes may continue a
         run, with as many packs in a step or with others; while it is the same, so must be the packs of a step.
@@ -179,41 +183,40 @@ class RunFolder:
                     ) from error
                 warnings.warn(f"{error} The state before it is used.", stacklevel=2)
             else:
-                self._check_settings(state[2]["about"])
+                self.refuse_changes(state[2]["about"])
                 return state
         return None
 
-    def _check_settings(self, recorded: dict) -> None:
+    def refuse_changes(self, recorded: dict) -> None:
+        """Raises ValueError for settings or inputs that differ from the run's start. recorded: the state's settings"""
         if self.identity is not None and self.identity.matches(recorded.get("target")):
             recorded = recorded | {"target": self.settings.get("target")}
         recorded = {key: checkpoint.find_moved_class(value) for key, value in recorded.items()}
-        same_step = count_step_packs(recorded) == count_step_packs(self.settings)
-        free_step = same_step or recorded.get("processes") != self.settings.get("processes")
-        differing = {
-            key: (recorded.get(key), value)
-            for key, value in self.settings.items()
-            if recorded.get(key) != value
-            and not (free_step and key in STEP_OPTIONS)
-            and not (key.startswith(LOSS_PREFIX) and not value and key not in recorded)
-        }
-        changed = [
-            f"{key} was {old_value}, is {new_value}"
-            for key, (old_value, new_value) in differing.items()
-            if key not in INPUT_NAMES
-        ]
-        if changed:
+        changes = self.find_changes(recorded)
+        settings = [f"{key} was {old}, is {new}" for key, old, new in changes if key not in INPUT_NAMES]
+        if settings:
             raise ValueError(
-                f"{self.path} was begun with other settings: {'; '.join(changed)}. Resume with the settings it was begun "
-                "with, or start another run=NAME."
+                f"{self.path} was begun with other settings: {'; '.join(settings)}. Resume with the settings it was "
+                "begun with, or start another run=NAME."
             )
-        inputs = [
-            (INPUT_NAMES[key], *values) for key, values in differing.items() if key in INPUT_NAMES and all(values)
-        ]
+        inputs = [f"{INPUT_NAMES[key]} (digest {old} then, {new} now)" for key, old, new in changes if old and new]
         if inputs:
-            differences = "; ".join(f"{what} (digest {then} then, {now} now)" for what, then, now in inputs)
             raise ValueError(
-                f"{self.path} was begun with other inputs: {differences}. Put them back as they were, or start another run=NAME."
+                f"{self.path} was begun with other inputs: {'; '.join(inputs)}. Put them back as they were, or start "
+                "another run=NAME."
             )
+
+    def find_changes(self, recorded: dict) -> list[tuple[str, Any, Any]]:
+        """Name, recorded value and value of each setting that differs and may not. recorded: the state's settings"""
+        same_packs = count_step_packs(recorded) == count_step_packs(self.settings)
+        is_free = same_packs or recorded.get("processes") != self.settings.get("processes")
+        free_names = STEP_OPTIONS if is_free else ()
+        changes = []
+        for key, value in self.settings.items():
+            is_new_loss = key.startswith(LOSS_PREFIX) and not value and key not in recorded
+            if recorded.get(key) != value and key not in free_names and not is_new_loss:
+                changes.append((key, recorded.get(key), value))
+        return changes
 
 
 def count_step_packs(settings: dict) -> int:
@@ -240,9 +243,9 @@ def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict, dict]:
 
 
 def pack_state(state: dict) -> tuple[dict[str, Tensor], dict]:
-    """The `state` of an optimizer's state_dict -> its tensors, named by their place in it, and what else JSON can hold.
+    """The tensors of an optimizer's state by their keys, joined by dots, and its other values, which JSON can hold.
 
-    Two parameters may share a tensor, which safetensors refuses: `gathered_state` has made two of it.
+    state: `state` of a state_dict, after `copy_state`. No two tensors share memory, which safetensors would refuse.
     """
     leaves = dict(_iterate_leaves(state))
     tensors = {place: value for place, value in leaves.items() if isinstance(value, Tensor)}
@@ -270,9 +273,9 @@ def _iterate_leaves(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class StateSaver:
-    """When states are saved, and the thread that writes them while training goes on. Leaving it waits for what is written.
+    """Decides when states are saved, and writes them in a thread. Leaving the context waits for the thread.
 
-    write: `RunFolder.save_state`; every: steps between two states; minutes: between two states; None or 0: not by these
+    save: `RunFolder.save_state`; every, minutes: steps and minutes between two states, None or 0 for no such rule
     """
 
     def __init__(self, save: Callable[..., None], *, every: int | None, minutes: float | None):
@@ -299,21 +302,23 @@ class StateSaver:
         return step % self.every == 0 if self.every else False
 
     def is_overdue(self) -> bool:
-        """Whether the minutes are over. Raises ValueError if the last state could not be written."""
+        """Whether a state is due by minutes. Raises ValueError if the last state could not be written."""
         if self.pending_write is not None and self.pending_write.done():
             self.wait()
         return time.monotonic() - self.saved_at >= 60 * self.minutes if self.minutes else False
 
     def write(self, step: int, *, weights: dict[str, Tensor], optimizer: dict, document: dict) -> None:
-        """Begins to write a state, when the one before it is written. Training must not change the tensors. Raises ValueError
-        if the one before could not be written."""
+        """Starts to write a state, once the previous one is written. Training must not change the tensors.
+
+        Raises ValueError if the previous state could not be written.
+        """
         self.wait()
         self.saved_at = time.monotonic()
         arguments = {"weights": weights, "optimizer": optimizer, "document": copy.deepcopy(document)}
         self.pending_write = self.thread.submit(self.save, step, **arguments)
 
     def wait(self) -> None:
-        """Until the last state is written. Raises ValueError if it could not be."""
+        """Waits until the last state is written. Raises ValueError if it could not be written."""
         coming, self.pending_write = self.pending_write, None
         if coming is not None:
             coming.result()

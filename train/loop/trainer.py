@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -22,6 +23,7 @@ from specdec.measuring.report import Training
 from specdec.unroll import replay
 from train.data.batches import TrainingBatch, find_answers
 from train.features.loader import Loader, Material, MicroBatch, Order, permute_packs
+from train.features.outputs import Features
 from train.loop.optimizer import AVERAGE_PREFIX, WeightAverage, pop_prefixed, read_norms
 from train.loop.state import RunFolder, StateSaver, count_step_packs
 from train.loop.validate import Validation
@@ -38,12 +40,12 @@ from train.processes import (
 from train.settings.options import TrainConfig
 from train.show import run_page
 
-# Several processes ask each other for signals, and each time they wait for the devices: after so many steps, or sooner where steps are
-# long, as launchers and schedulers kill a process 30 seconds after the signal
+# Steps and seconds between two votes, at most. A vote waits for the devices. Launchers kill a process 30 seconds after
+# their signal.
 VOTE_STEPS, VOTE_SECONDS = 20, 5.0
-MIN_MEASURED_PACKS = 8  # packs from which a head takes the sizes of what it reads, at least
-START_SLOTS = 100_000  # of a closed-form start; no more are held in memory, unless the target's width needs more
-TAU_STEPS = 10  # text tau is taken over the last steps that were shown: that of a single batch says little
+MIN_MEASURED_PACKS = 8  # packs from which a head measures its inputs, at least
+START_SLOTS = 100_000  # slots that a closed-form start holds in memory, at most; wide targets need more
+TAU_STEPS = 10  # shown steps over which text tau is taken: the tau of a single batch says little
 SIGNAL_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}  # Slurm sends SIGUSR1
 
 
@@ -53,13 +55,13 @@ class NotFiniteLoss(ValueError):
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """What a step of the optimizer gave. Its tensors stay on the device until somebody reads them."""
+    """Results of a step of the optimizer. Its tensors stay on the device until somebody reads them."""
 
-    number: int  # steps before it
-    loss: Tensor  # scalar, the mean over all goals of the step, in all processes
-    norm: Tensor | None  # scalar, of the gradients before they are clipped; None: the step was left out
-    tokens: int  # that all processes have read
-    rounds: tuple[int, float] | None  # of `count_rounds`, if the guesses were compared with the text
+    number: int  # steps of the run before it
+    loss: Tensor  # scalar: mean loss of the step's goals in all processes
+    norm: Tensor | None  # scalar: norm of the gradients before they are clipped; None for a step that was left out
+    tokens: int  # tokens of the step in all processes, without padding
+    rounds: tuple[int, float] | None  # result of `count_rounds`; None if the guesses were not compared with the text
 
 
 @contextmanager
@@ -123,14 +125,14 @@ class Trainer:
     # Before the first step
 
     def prepare_weights(self, num_packs: int, *, fresh: bool) -> None:
-        """RunSizes of what the head reads, and closed-form weights if it has any, from the packs that training reads first.
+        """Measures the head's inputs, and sets closed-form weights if it has any, from the first packs of training.
 
-        num_packs: for the weights; 0: they stay; fresh: they are random
+        num_packs: packs for the weights; 0 leaves the weights as they are; fresh: whether the weights are random
         """
         packs = permute_packs(len(self.material.packs), self.settings.seed)[: max(num_packs, MIN_MEASURED_PACKS)]
-        change = lambda drafter: self._measure_and_solve(drafter, packs, solve=num_packs > 0, fresh=fresh)
+        change = partial(self._measure_and_solve, packs=packs, solve=num_packs > 0, fresh=fresh)
         with self.waiting("the closed-form start"):
-            # By the processes that hold the main one's target with it
+            # The processes that hold the main one's target with it compute
             holds_target = ProcessGroup.from_target(self.accelerator, self.drafter.target).number == 0
             num = change_together(self.drafter, change, applies=holds_target)
         if self.average is not None:
@@ -139,9 +141,9 @@ class Trainer:
             progress.print_note(f"closed-form start from {num} packs")
 
     def _measure_and_solve(self, drafter: Head, packs: Iterable[int], *, solve: bool, fresh: bool) -> int:
-        """Measures what the drafter reads, and sets its weights if it has a closed-form start (docs/methods.md, section 5).
+        """Measures the drafter's inputs, and sets its weights by a closed-form start (docs/methods.md, section 5).
 
-        -> how many packs the weights are from, 0 if nothing was changed, -1 if sizes were only measured
+        -> number of packs behind the weights, 0 if nothing was changed, -1 if inputs were only measured
         """
         features = self.material.features
         if features is None or not isinstance(drafter, Drafter):
@@ -149,14 +151,7 @@ class Trainer:
         solve = solve and drafter.solves
         if not solve and type(drafter).measure_inputs is Drafter.measure_inputs:
             return 0
-        depth = 1 if drafter.depth is None else self.depth  # steps of one module start alike
-        texts: list[Slots] = []
-        for index in progress.track_items(packs, "first packs", unit="packs"):
-            batch = self.material.collate([index]).move_to(self.accelerator.device)
-            text = list_slots(batch, features(batch), depth)
-            texts.append(text if solve else replace(text, goals=text.goals[:, :0].clone()))  # they are large
-            if sum(len(text.tokens) for text in texts) > max(START_SLOTS, 6 * drafter.target.width):
-                break
+        texts = self._read_start_texts(drafter, features, packs, with_goals=solve)
         if not texts:
             return 0
         measured = drafter.measure_inputs(texts, random_weights=fresh)
@@ -164,15 +159,32 @@ class Trainer:
             return len(texts)
         return -1 if measured else 0
 
+    def _read_start_texts(
+        self, drafter: Drafter, features: Features, packs: Iterable[int], *, with_goals: bool
+    ) -> list[Slots]:
+        """The slots of packs, one text a pack, until they are enough for a closed-form start.
+
+        with_goals: whether goals, which are large, are kept
+        """
+        depth = 1 if drafter.depth is None else self.depth  # steps of one module start alike
+        texts: list[Slots] = []
+        for index in progress.track_items(packs, "first packs", unit="packs"):
+            batch = self.material.collate([index]).move_to(self.accelerator.device)
+            text = list_slots(batch, features(batch), depth)
+            texts.append(text if with_goals else replace(text, goals=text.goals[:, :0].clone()))
+            if sum(len(text.tokens) for text in texts) > max(START_SLOTS, 6 * drafter.target.width):
+                break
+        return texts
+
     def resume(self) -> bool:
         """Continues from the newest state; False if there is none. Raises ValueError if settings differ from then."""
         state = self.folder.read_state()
         with self.waiting("the others to read the state"):
-            own_step = torch.tensor([-1 if state is None else state[2]["step"]], device=self.accelerator.device)
-            steps = self.accelerator.gather(own_step).tolist()
+            steps = gather_object([-1 if state is None else state[2]["step"]])
         if len(set(steps)) > 1:
             raise ValueError(
-                f"The processes found states of different steps in {self.folder.path}: {steps}. All must see the same folder."
+                f"The processes found states of different steps in {self.folder.path}: {steps}. All must see the same "
+                "folder."
             )
         if state is None:
             if self.accelerator.is_main_process:
@@ -196,140 +208,182 @@ class Trainer:
         progress.print_note(f"Resumed from step {self.step}.")
         if recorded_packs != step_packs:
             print_main(
-                f"The run was begun by {document['about']['processes']} processes and goes on with {self.num_processes}: a step now has "
-                f"{step_packs} packs instead of {recorded_packs}. The order of packs goes on; train.batch and train.accumulation could keep the "
-                "packs of a step."
+                f"The run was begun by {document['about']['processes']} processes and goes on with "
+                f"{self.num_processes}: a step now has {step_packs} packs instead of {recorded_packs}. The order of "
+                "packs goes on; train.batch and train.accumulation could keep the packs of a step."
             )
         return True
 
     # The loop
 
     def fit(self, record: Callable[[int, dict], None] = lambda step, figures: None) -> None:
-        """Trains to the last step. Returns early, with a saved state, after a signal. Raises NotFiniteLoss, ProcessLost.
+        """Trains to the last step. After a signal it returns early, with a saved state.
 
-        record: gets each step and its figures that are logged
+        record: gets the number and the figures of each logged step. Raises NotFiniteLoss and ProcessLost.
         """
-        settings, is_main = self.settings, self.accelerator.is_main_process
-        stop_vote = StopVote(self.accelerator, self.waiting)
-        with Signals(num_steps=stop_vote.num_steps, is_main=is_main) as signals, closing(self.loader), self.saver:
+        settings, first_step, is_last = self.settings, self.step + 1, False
+        vote = StopVote(self.accelerator, self.waiting)
+        is_main = self.accelerator.is_main_process
+        with Signals(num_steps=vote.num_steps, is_main=is_main) as signals, closing(self.loader), self.saver:
             self.objective.train()
-            if (settings.validate_first or self.drafter.pretrained) and self.step == 0:
-                self.validate(record, required=True)
-            first, loss = self.step + 1, math.nan
-            pending_steps: list[TrainingStep] = []  # steps whose losses nobody has read
-            norms: list[Tensor] = []  # of the steps since the last line
-            line = StepLine(steps=settings.steps, first_step=self.step)
+            self.validate_at_start(record)
+            figures = StepFigures(num_steps=settings.steps, num_done=self.step)
             with progress.start_task(
                 "training", settings.steps, unit="steps", num_done=self.step, own_lines=False
             ) as task:
-                while self.step < settings.steps:
+                while self.step < settings.steps and not (is_last or self.stop_signal):
                     number = self.step + 1
                     is_last = number == settings.steps
-                    is_logged = is_due(number, settings.log_every) or number == 1 or is_last
-                    is_shown = is_logged or number == first
-                    with self.waiting(f"step {number}"):
-                        started = time.perf_counter()
-                        step = self.take_step(compare=is_shown)
-                        pending_steps.append(step)
-                        if is_shown or self.reads_loss_at_once:
-                            loss = self.read_losses(pending_steps, loss)
-                        seconds = time.perf_counter() - started
-                    self.step, self.tokens_read, self.seconds = (
-                        number,
-                        self.tokens_read + step.tokens,
-                        self.seconds + seconds,
-                    )
-                    if step.norm is not None:
-                        norms.append(step.norm)
-                    text, figures = line.advance(step, loss, seconds)
-                    task.update(number, figures=text)
-                    if is_shown:
-                        clipping = read_norms(norms, settings.norm_limit)
-                        if clipping:
-                            text += "  gradient {grad_norm:.2f}, {clipped:.0%} clipped".format(**clipping)
-                        progress.print_note(f"step {number:>5}/{settings.steps}  {text}")
+                    is_logged = is_step_logged(number, settings)
+                    is_shown = is_logged or number == first_step
+
+                    # Forward and backward passes, and the update. The loss is read where it is shown, or costs no wait.
+                    self.run_step(figures, is_shown=is_shown)
+
+                    # A line on the console, and a row of the log.
+                    row = self.show_step(figures, task, is_shown=is_shown)
                     if is_logged:
-                        rate = self.scheduler.get_last_lr()[0]
-                        figures |= {"learning_rate": rate, "memory": read_peak_memory(self.accelerator.device)}
-                        self.log(record, figures | clipping)
-                    is_validated = is_due(number, settings.validate_every) or is_last
+                        self.log(record, row)
+
+                    # Validation chooses the best weights. It ends a run whose tau has long not risen.
+                    is_validated = is_last or is_due(number, settings.validate_every)
                     if is_validated:
-                        loss = self.read_losses(pending_steps, loss)
+                        self.read_losses(figures)
                         is_last |= self.validate(record, required=is_last)
-                        line.restart()
-                    is_overdue = is_main and self.saver.is_overdue()
-                    self.stop_signal, is_overdue = stop_vote(
-                        signals.number, is_overdue, number, line.pace, at_once=is_validated
-                    )
-                    if is_overdue or self.saver.is_step_due(number) or is_last or self.stop_signal:
-                        loss = self.read_losses(pending_steps, loss)
-                        self.save_state()
-                    if is_last or self.stop_signal:
-                        self.saver.wait()
-                        with self.waiting(f"the saving of step {number}"):
-                            self.accelerator.wait_for_everyone()
-                    if self.stop_signal and not is_last:
-                        return
-                    if is_last:
-                        break
+                        figures.restart_clock()
+
+                    # All processes learn of a signal. The state is saved if it is time, and before the run ends.
+                    is_overdue = self.agree_to_stop(vote, signals.number, figures.pace, at_once=is_validated)
+                    self.save_if_due(figures, is_overdue=is_overdue, is_end=bool(is_last or self.stop_signal))
+            if self.stop_signal and not is_last:
+                return
             self._decode_best()
         if is_main:
             self.folder.finish(self.step)
 
-    def take_step(self, *, compare: bool) -> TrainingStep:
-        """One step of the optimizer, in which nothing waits for a device. A step whose loss is not finite changes nothing.
+    def validate_at_start(self, record: Callable[[int, dict], None]) -> None:
+        """Validates the weights before the first step of a run, if this is asked for or the head was trained before."""
+        if (self.settings.validate_first or self.drafter.pretrained) and self.step == 0:
+            self.validate(record, required=True)
 
-        compare: whether to compare the guesses of its last micro-batch with the text
+    def run_step(self, figures: "StepFigures", *, is_shown: bool) -> None:
+        """Takes a step and counts it. Raises NotFiniteLoss where losses are read.
+
+        is_shown: whether the loss is read now, and the guesses are compared with the text
+        """
+        with self.waiting(f"step {self.step + 1}"):
+            started = time.perf_counter()
+            step = self.take_step(compare=is_shown)
+            figures.pending_steps.append(step)
+            if is_shown or self.reads_loss_at_once:
+                self.read_losses(figures)
+            seconds = time.perf_counter() - started
+        self.step += 1
+        self.tokens_read += step.tokens
+        self.seconds += seconds
+        figures.add(step, seconds)
+
+    def show_step(self, figures: "StepFigures", task: progress.Task, *, is_shown: bool) -> dict:
+        """Updates the progress, and prints a line if the step is shown. -> the step's figures for the log"""
+        text, row = figures.describe()
+        task.update(self.step, figures=text)
+        if is_shown:
+            clipping = read_norms(figures.norms, self.settings.norm_limit)
+            if clipping:
+                text += "  gradient {grad_norm:.2f}, {clipped:.0%} clipped".format(**clipping)
+            progress.print_note(f"step {self.step:>5}/{self.settings.steps}  {text}")
+            rate, peak_memory = self.scheduler.get_last_lr()[0], read_peak_memory(self.accelerator.device)
+            row |= {"learning_rate": rate, "memory": peak_memory, **clipping}
+        return row
+
+    def agree_to_stop(self, vote: "StopVote", signal_number: int, pace: float, *, at_once: bool) -> bool:
+        """Sets `stop_signal`, the same in all processes. -> whether the main process finds a state overdue
+
+        signal_number: signal of this process, or 0; pace: seconds of a step; at_once: whether processes must vote now
+        """
+        is_overdue = self.accelerator.is_main_process and self.saver.is_overdue()
+        self.stop_signal, is_overdue = vote(signal_number, is_overdue, self.step, pace, at_once=at_once)
+        return is_overdue
+
+    def save_if_due(self, figures: "StepFigures", *, is_overdue: bool, is_end: bool) -> None:
+        """Saves the state if it is due by time or by steps. At the end of a run also waits until it is written."""
+        if is_overdue or self.saver.is_step_due(self.step) or is_end:
+            self.read_losses(figures)
+            self.save_state()
+        if is_end:
+            self.saver.wait()
+            with self.waiting(f"the saving of step {self.step}"):
+                self.accelerator.wait_for_everyone()
+
+    def take_step(self, *, compare: bool) -> TrainingStep:
+        """Takes one step of the optimizer. Nothing in it waits for a device. A loss that is not finite changes nothing.
+
+        compare: whether the guesses of the last micro-batch are compared with the text
         """
         settings, accelerator = self.settings, self.accelerator
         torch.manual_seed(settings.seed * 1_000_003 + self.step * 1009 + self.process)
         micro_batches = self.loader.read_step(self.step)
+
+        # Gradients of all micro-batches. A loss that can be read for nothing is checked before the update.
+        total, matches = self.add_gradients(micro_batches, compare=compare)
+        is_finite = True
+        if self.reads_loss_at_once:
+            total = total.cpu()
+            is_finite = math.isfinite(total)
+            if not is_finite:
+                self._refuse_or_skip(self.step, float(total), micro_batches)
+
+        # The update. A step that is left out moves the schedule, too.
+        norm = accelerator.clip_grad_norm_(self.objective.parameters(), settings.norm_limit)
+        if is_finite:
+            self.update_weights(total, norm)
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+        # What the step gave.
+        tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * self.num_processes
+        rounds = None if matches is None else count_rounds(micro_batches[-1].batch, matches)
+        return TrainingStep(self.step, total, norm.detach() if is_finite else None, tokens, rounds)
+
+    def add_gradients(self, micro_batches: list[MicroBatch], *, compare: bool) -> tuple[Tensor, Tensor | None]:
+        """Forward and backward passes of a step. -> its loss, scalar, and `Loss.matches` of the last micro-batch"""
+        accelerator = self.accelerator
         goals = torch.tensor(float(sum(int(micro.batch.goal_mask(self.supervise).sum()) for micro in micro_batches)))
-        num_goals = accelerator.reduce(devices.upload_tensor(goals, accelerator.device), "sum")  # of all processes
+        num_goals = accelerator.reduce(
+            devices.upload_tensor(goals, accelerator.device), "sum"
+        )  # goals of all processes
         losses = []
         for number, micro in enumerate(micro_batches, start=1):
-            is_last = number == settings.accumulation
-            compared = compare and is_last and self.every_slot
+            is_last = number == self.settings.accumulation
             with nullcontext() if is_last else accelerator.no_sync(self.objective):
                 batch, output = self.loader.read_on_device(micro)
-                loss: Loss = self.objective(batch, output, compare=compared)
+                loss: Loss = self.objective(batch, output, compare=compare and is_last and self.every_slot)
                 # Gradients are averaged over processes: divide by the goals of all of them, times their number
                 accelerator.backward(loss.total * accelerator.num_processes / num_goals)
             losses.append(loss.total.detach())
-        total = accelerator.reduce(torch.stack(losses).sum(), "sum") / num_goals
-        finite = True
-        if self.reads_loss_at_once:
-            total = total.cpu()
-            finite = math.isfinite(total)
-            if not finite:
-                self._refuse_or_skip(self.step, float(total), micro_batches)
-        norm = accelerator.clip_grad_norm_(self.objective.parameters(), settings.norm_limit)
-        if finite:
-            if not self.reads_loss_at_once:  # weights stay finite until somebody reads the loss
-                good = total.isfinite() & norm.isfinite()
-                for parameter in self.objective.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.masked_fill_(~good, 0)
-            self.optimizer.step()
-            if self.average is not None:
-                self.average.update()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-        tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * self.num_processes
-        rounds = None if loss.matches is None else count_rounds(micro.batch, loss.matches)
-        return TrainingStep(self.step, total, norm.detach() if finite else None, tokens, rounds)
+        return accelerator.reduce(torch.stack(losses).sum(), "sum") / num_goals, loss.matches
 
-    def read_losses(self, pending_steps: list[TrainingStep], loss: float) -> float:
-        """Reads the losses of steps, and empties the list. -> the newest; `loss` if there is none. Raises NotFiniteLoss"""
-        taken_steps = [step for step in pending_steps if step.norm is not None]
-        pending_steps.clear()
-        if not taken_steps:
-            return loss
-        losses = torch.stack([step.loss for step in taken_steps]).tolist()
-        for step, value in zip(taken_steps, losses):
-            if not math.isfinite(value):
-                self._refuse_or_skip(step.number, value, self.loader.reread_step(step.number))
-        return losses[-1]
+    def update_weights(self, total: Tensor, norm: Tensor) -> None:
+        """The optimizer's update. total, norm: scalars, of the loss and of the gradients"""
+        if not self.reads_loss_at_once:  # weights stay finite until somebody reads the loss
+            is_finite = total.isfinite() & norm.isfinite()
+            for parameter in self.objective.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.masked_fill_(~is_finite, 0)
+        self.optimizer.step()
+        if self.average is not None:
+            self.average.update()
+
+    def read_losses(self, figures: "StepFigures") -> None:
+        """Reads the pending losses; the newest is then `figures.loss`. Raises NotFiniteLoss."""
+        steps = [step for step in figures.pending_steps if step.norm is not None]
+        figures.pending_steps.clear()
+        if steps:
+            losses = torch.stack([step.loss for step in steps]).tolist()
+            for step, loss in zip(steps, losses):
+                if not math.isfinite(loss):
+                    self._refuse_or_skip(step.number, loss, self.loader.reread_step(step.number))
+            figures.loss = losses[-1]
 
     def _refuse_or_skip(self, step: int, loss: float, micro_batches: list[MicroBatch]) -> None:
         """Names the rows of the step, in the log too, and raises NotFiniteLoss unless such steps are to be left out."""
@@ -340,7 +394,8 @@ class Trainer:
         problem = f"The loss is {loss} at step {step + 1} ({row_names})."
         if not self.settings.skip_not_finite:
             raise NotFiniteLoss(
-                f"{problem} Nothing of this step was kept; the last good state is that of step {self.folder.find_saved_step()}."
+                f"{problem} Nothing of this step was kept; the last good state is that of step "
+                f"{self.folder.find_saved_step()}."
             )
         self.skipped += 1
         print_main(f"{problem} The step is left out ({self.skipped} so far).")
@@ -350,7 +405,7 @@ class Trainer:
     # What a run leaves behind
 
     def log(self, record: Callable[[int, dict], None], figures: dict) -> None:
-        """To the log, and to whoever listens."""
+        """Writes figures of the current step to the log, and gives them to `record`, in the main process."""
         if self.accelerator.is_main_process:
             self.folder.log(self.step, figures)
             record(self.step, figures)
@@ -360,7 +415,7 @@ class Trainer:
         return self.drafter.frozen_copy().to(dtype=self.drafter.target.dtype)
 
     def validate(self, record: Callable[[int, dict], None], *, required: bool) -> bool:
-        """Judges the weights, saves a checkpoint of the better ones, and marks it if it is the best so far.
+        """Validates the weights, saves a checkpoint of the better ones, and marks it if it is the best so far.
 
         -> whether train.patience is over
         """
@@ -394,7 +449,7 @@ class Trainer:
         return is_over
 
     def count_cost(self) -> Training:
-        """Of the training so far, in all processes."""
+        """The cost of the training so far, in all processes."""
         return Training(
             parameters=self.drafter.num_parameters(),
             tokens=self.tokens_read,
@@ -426,12 +481,10 @@ class Trainer:
     def save_state(self) -> None:
         """Copies what resuming needs from the devices; a thread of the main process writes it."""
         if self.accelerator.is_main_process:
-            states = (
-                self.drafter.state_dict(),
-                self.optimizer.state_dict(),
-                self.average.state_dict() if self.average else {},
-            )
-            weights, optimizer, averaged = (copy_state(state) for state in states)
+            weights = self.drafter.state_dict()
+            if self.average is not None:
+                weights |= {AVERAGE_PREFIX + name: value for name, value in self.average.state_dict().items()}
+            state = copy_state({"weights": weights, "optimizer": self.optimizer.state_dict()})
             scheduler = {key: value for key, value in self.scheduler.state_dict().items() if key != "lr_lambdas"}
             counters = {
                 "packs": self.order.count_packs_before(self.step),
@@ -442,13 +495,17 @@ class Trainer:
                 "scheduler": scheduler,
                 "validation": self.validation.seconds,
             }
-            averaged = {AVERAGE_PREFIX + name: value for name, value in averaged.items()}
-            self.saver.write(self.step, weights=weights | averaged, optimizer=optimizer, document=counters)
+            self.saver.write(self.step, **state, document=counters)
 
 
 def is_due(step: int, every: int) -> bool:
     """Whether a step is one of every so many; 0: none is."""
     return every > 0 and step % every == 0
+
+
+def is_step_logged(step: int, settings: TrainConfig) -> bool:
+    """Whether a step has a row in the log: the first and the last one, and one of every `train.log_every`."""
+    return step in (1, settings.steps) or is_due(step, settings.log_every)
 
 
 # Signals that end a run soon, with a saved state
@@ -457,11 +514,11 @@ def is_due(step: int, every: int) -> bool:
 class Signals:
     """Within, `number` is the signal that has come, or 0. A second Ctrl-C raises KeyboardInterrupt at once.
 
-    within: steps after which the run ends; speaks: whether this process says so
+    num_steps: steps after which the run ends; is_main: whether this process prints
     """
 
     def __init__(self, *, num_steps: int = 1, is_main: bool = True):
-        self.number, self.speaks = 0, is_main
+        self.number, self.is_main = 0, is_main
         self.when = "after this step" if num_steps == 1 else f"within {num_steps} steps"
 
     def __enter__(self) -> "Signals":
@@ -475,7 +532,7 @@ class Signals:
     def _receive(self, number: int, _) -> None:
         if number == self.number == signal.SIGINT:
             raise KeyboardInterrupt
-        if not self.number and self.speaks:
+        if not self.number and self.is_main:
             text = f"{SIGNAL_NAMES[signal.Signals(number)]}: stopping {self.when}."
             if number == signal.SIGINT:
                 text += " Press Ctrl-C again to stop at once and lose the steps since the last save."
@@ -484,20 +541,20 @@ class Signals:
 
 
 class StopVote:
-    """Tells all processes of a signal that came to one of them, and of a state that the main one finds overdue."""
+    """A vote by which all processes learn of a signal to one of them, and of a state that is overdue."""
 
     def __init__(self, accelerator: Accelerator, waiting: Waiting):
         self.accelerator, self.waiting = accelerator, waiting
         self.num_steps = 1 if accelerator.num_processes == 1 else VOTE_STEPS  # steps after which all know of a signal
-        self.next_step = 0  # the step of the next question
+        self.next_step = 0  # step of the next vote
 
     def __call__(
         self, signal_number: int, is_overdue: bool, step: int, pace: float, *, at_once: bool
     ) -> tuple[int, bool]:
-        """-> the signal that has come to any process, 0 for none, and whether the main process finds a state overdue
+        """Votes if it is time. -> the signal of any process, or 0, and whether the main process finds a state overdue
 
-        number, overdue: in this process; pace: seconds of a step; now: whether several processes ask now. Otherwise they
-        do when it is time
+        signal_number, is_overdue: this process' vote; pace: seconds of a step; at_once: whether processes vote now.
+        Otherwise they vote at `next_step`, and learn nothing before.
         """
         if self.accelerator.num_processes == 1:
             return signal_number, is_overdue
@@ -507,45 +564,63 @@ class StopVote:
         with self.waiting(f"step {step}"):
             own_vote = torch.tensor([[signal_number, is_overdue, steps]], device=self.accelerator.device)
             votes = self.accelerator.gather(own_vote).tolist()  # [P][3]
-        self.next_step = step + votes[0][2]  # as the main process says
+        self.next_step = step + votes[0][2]  # the main process decides
         return max(row[0] for row in votes), bool(votes[0][1])
 
 
-# What a run shows of its steps
+# Figures of steps
 
 
-class StepLine:
-    """Loss, text tau over the last shown steps, tokens/s since the last validation, time left. done: steps before these"""
+class StepFigures:
+    """Figures of a launch's steps: loss, text tau of the last shown ones, tokens/s since a validation, time left.
 
-    def __init__(self, *, steps: int, first_step: int):
-        self.steps, self.first, self.seconds, self.pace = steps, first_step, 0.0, 0.0  # pace: seconds of a step
+    num_steps: steps of the run; num_done: steps before this launch
+    """
+
+    def __init__(self, *, num_steps: int, num_done: int):
+        self.num_steps, self.num_done = num_steps, num_done
+        self.number = num_done  # steps of the run so far
+        self.seconds = 0.0  # seconds of the launch's steps
+        self.loss = math.nan  # the newest loss that was read
+        self.pending_steps: list[TrainingStep] = []  # steps whose losses nobody has read
+        self.norms: list[Tensor] = []  # norms of gradients since the last shown step
         self.rounds: collections.deque[tuple[int, float]] = collections.deque(maxlen=TAU_STEPS)
-        self.restart()
+        self.restart_clock()
 
-    def restart(self) -> None:
-        """Tokens/s count from here."""
+    @property
+    def pace(self) -> float:
+        """Seconds of a step."""
+        return self.seconds / (self.number - self.num_done)
+
+    def restart_clock(self) -> None:
+        """Starts to count tokens/s from this moment."""
         self.clock, self.tokens = time.perf_counter(), 0
 
-    def advance(self, step: TrainingStep, loss: float, seconds: float) -> tuple[str, dict]:
-        """One step is done, in so many seconds. -> the line, and the figures of it that are logged"""
-        self.tokens, self.seconds = self.tokens + step.tokens, self.seconds + seconds
-        number = step.number + 1
-        self.pace = self.seconds / (number - self.first)
+    def add(self, step: TrainingStep, seconds: float) -> None:
+        """Counts a step that took these seconds."""
+        self.number = step.number + 1
+        self.tokens += step.tokens
+        self.seconds += seconds
+        if step.norm is not None:
+            self.norms.append(step.norm)
         if step.rounds is not None:
             self.rounds.append(step.rounds)
+
+    def describe(self) -> tuple[str, dict]:
+        """The line of the newest step, and its figures for the log."""
         emitted, rounds = (sum(counts) for counts in zip(*self.rounds)) if self.rounds else (0, 0.0)
         tau = {"tau": emitted / rounds} if rounds else {}
         rate = self.tokens / (time.perf_counter() - self.clock)
-        time_left = progress.format_duration((self.steps - number) * self.pace)
+        time_left = progress.format_duration((self.num_steps - self.number) * self.pace)
         tau_text = f"text tau {tau['tau']:.3f}  " if tau else ""
-        line = f"loss {loss:.4f}  {tau_text}{rate:,.0f} tokens/s  {time_left} left"
-        return line, {"loss": loss, **tau, "tokens_per_second": rate}
+        line = f"loss {self.loss:.4f}  {tau_text}{rate:,.0f} tokens/s  {time_left} left"
+        return line, {"loss": self.loss, **tau, "tokens_per_second": rate}
 
 
 def count_rounds(batch: TrainingBatch, matches: Tensor) -> tuple[int, float]:
-    """A greedy chain over the batch's own text, in which a draft counts if it is the text's token; matches [K, B, T].
+    """Emitted tokens and rounds of a greedy chain over the batch's own text. Their ratio is text tau.
 
-    -> emitted tokens and rounds, whose ratio is tau
+    matches [K, B, T]: whether the draft at each depth is the text's token
     """
     emitted, rounds = 0, 0.0
     matches = matches.cpu().float()
@@ -557,7 +632,7 @@ def count_rounds(batch: TrainingBatch, matches: Tensor) -> tuple[int, float]:
 
 
 def read_peak_memory(device: torch.device) -> int:
-    """Most bytes so far: of the device, on a CPU of the process."""
+    """The most bytes so far: of the device, or on a CPU of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

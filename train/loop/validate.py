@@ -1,7 +1,7 @@
-"""Judging a drafter on held-out prompts while it is trained: by replay often, by decoding when there is time.
+"""Validation of a drafter on held-out prompts during training: by replay often, by decoding when there is time.
 
-The target answers the prompts once (`HeldoutAnswers`). Replay along these answers costs one pass over them and gives tau.
-Decoding adds speed and losslessness, and takes many times as long, so it is given a share of the training time.
+The target answers the prompts once (`HeldoutAnswers`). Replay along these answers costs one pass and gives tau.
+Decoding adds speed and losslessness. It takes many times as long, so it gets a share of the training time.
 """
 
 import functools
@@ -10,16 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from specdec.core import fast, progress
-from specdec.core.sampling import Sampling
 from specdec.decoding.drafting import Drafting
 from specdec.engines.engine_target import EngineTarget
 from specdec.heads.base import Drafter, Head
-from specdec.measuring import report as figures
 from specdec.measuring import served
 from specdec.measuring.answers import HeldoutAnswers
 from specdec.measuring.measure import (
@@ -36,6 +35,7 @@ from specdec.measuring.report import (
     Report,
     add_categories,
     add_replays,
+    compute_replayed_tau,
     count_prompts,
     make_undecoded_report,
     summarise,
@@ -49,16 +49,17 @@ from train.processes import ProcessGroup
 from train.settings.options import ValidationConfig
 from train.show import display
 
-AUTO_SHARE = 1 / 3  # of what validation has taken so far: the most that auto may take at the end
-MIN_PROMPTS = 2  # prompts that are decoded at the end, however short the training was: one has no interval
+Result = TypeVar("Result")
+AUTO_SHARE = 1 / 3  # share of the seconds of validation so far that auto may take at the end, at most
+MIN_PROMPTS = 2  # prompts that are decoded at the end, however short the training was: one prompt has no interval
 
 
 class Validation:
-    """Judges drafters. All processes call it together; each does a part of the prompts, the same as those it holds a target with.
+    """Validates drafters. All processes call it together. Each takes its share of the prompts.
 
-    drafting: how drafts are decoded and verified
-    console: prints reports and sentences
-    engine: reads texts and writes the target's answers in place of a target here; then nothing is decoded
+    options: `validation` of the run; drafting: `decode` of the run; measuring: settings of decoding
+    console: printer of reports and sentences
+    engine: servers that read texts and write answers in place of a target here; with them nothing is decoded
     Where replay applies (`replays`), it decides which step is the best. Where it does not (trees, heads that adapt the
     target), all prompts are decoded, if there is time for it.
     """
@@ -71,30 +72,30 @@ class Validation:
         *,
         options: ValidationConfig,
         drafting: Drafting,
-        seed: int,
-        stop: set[int],
+        measuring: MeasureSettings,
         console: progress.Results,
         engine: EngineTarget | None = None,
     ):
-        self.settings, self.drafting, self.seed = options, drafting, seed
-        self.target, self.prompts, self.stop, self.engine = drafter.target, prompts, stop, engine
+        self.settings, self.drafting, self.measuring = options, drafting, measuring
+        self.target, self.prompts, self.engine = drafter.target, prompts, engine
         self.console = console
         self.accelerator, self.group = accelerator, ProcessGroup.from_target(accelerator, drafter.target)
-        self.sampling = Sampling(temperature=self.settings.temperature)
         self.adapts_target, self.is_drafter = drafter.adapts_target, isinstance(drafter, Drafter)
         self.replays = (
             self.settings.decode != "always"
             and not self.adapts_target
-            and self.drafting.replayable(drafter, self.sampling)
+            and self.drafting.replayable(drafter, measuring.sampling)
         )
-        # What later validations use again
-        self.costs: dict[Path, Costs] = {}  # of auto, as far as they are known
-        self.captured_costs: list[served.CapturedCosts | None] = []  # empty: not measured yet
-        self.texts: list[AnsweredPrompt] | None = None  # what is replayed
+        # Results that later validations use again
+        self.costs: dict[Path, Costs] = {}  # measured costs of auto, by file
+        self.captured_costs: list[
+            served.CapturedCosts | None
+        ] = []  # measured costs of captured passes, none or one entry
+        self.texts: list[AnsweredPrompt] | None = None  # answers that are replayed
         self.num_trained = 0  # prompts that are trained on, too
-        self.seconds = dict.fromkeys(("answers", "replay", "decode", "auto"), 0.0)  # spent so far
+        self.seconds = dict.fromkeys(("answers", "replay", "decode", "auto"), 0.0)  # seconds of validation so far
         self.prompt_seconds: float | None = (
-            None  # seconds of decoding a prompt plainly and with drafts, as far as is known
+            None  # seconds of decoding a prompt, plainly and drafted; None: not measured
         )
 
     @property
@@ -107,36 +108,43 @@ class Validation:
     ) -> tuple[Head, Report] | None:
         """The best of the candidates, frozen drafters by name, and its report; None if there is no time to decode.
 
-        trained: seconds of training so far; best: the figure to beat; required: whether it may not be put off
+        trained: seconds of training so far; best: figure to beat; required: whether the validation may not be put off
         """
         if not self.replays:
             ((_, frozen),) = candidates.items()
-            if not (required or self.settings.decode == "always" or self._affords_all_prompts(trained)):
-                self.console.say(
-                    f"step {step}: validation is put off: decoding takes more than is left of validation.share"
-                )
-                return None
-            results = self._decode(frozen, len(self.prompts))  # figures of different prompts cannot be compared
-            report = self._add_captured(add_categories(self._summarise(results), results, self._summarise), frozen)
-            report = replace(report, by_prompt=count_prompts(results))
-            return frozen, self._finish_report(report, step)
-        replays = {name: self.replay(frozen) for name, frozen in candidates.items()}
-        taus = {name: figures.compute_replayed_tau(each) for name, each in replays.items()}
-        better = max(taus, key=lambda name: taus[name])
-        replayed = lambda subset: add_replays(make_undecoded_report(self.settings.temperature), subset)
-        report = add_categories(replayed(replays[better]), replays[better], replayed)
-        report = replace(report, by_prompt=count_prompts(replays[better]))
-        if len(candidates) > 1:
-            report = replace(report, ema={"kept": better, **taus})
+            if required or self.settings.decode == "always" or self._affords_all_prompts(trained):
+                return frozen, self._finish_report(self._decode_all(frozen), step)
+            self.console.say(
+                f"step {step}: validation is put off: decoding takes more than is left of validation.share"
+            )
+            return None
+        better, report = self._replay_all(candidates)
         may_decode = self.engine is None and self.settings.decode == "best" and not required
-        num = (
-            self._count_affordable_prompts(self._count_seconds_left(trained))
-            if may_decode and (best is None or taus[better] > best)
-            else 0
-        )
-        if num >= min(MIN_PROMPTS, len(self.prompts)):
-            report = self._add_decoded(report, candidates[better], num)
+        if may_decode and (best is None or getattr(report, self.figure_name) > best):
+            num = self._count_affordable_prompts(self._count_seconds_left(trained))
+            if num >= min(MIN_PROMPTS, len(self.prompts)):
+                report = self._add_decoded(report, candidates[better], num)
         return candidates[better], self._finish_report(report, step)
+
+    def _decode_all(self, frozen: Head) -> Report:
+        """The report of decoding all prompts: figures of different prompts cannot be compared."""
+        results = self._decode(frozen, len(self.prompts))
+        report = self._add_captured(add_categories(self._summarise(results), results, self._summarise), frozen)
+        return replace(report, by_prompt=count_prompts(results))
+
+    def _replay_all(self, candidates: dict[str, Head]) -> tuple[str, Report]:
+        """The name of the candidate with the larger replayed tau, and its report."""
+        replays = {name: self.replay(frozen) for name, frozen in candidates.items()}
+        taus = {name: compute_replayed_tau(results) for name, results in replays.items()}
+        better = max(taus, key=taus.__getitem__)
+        results = replays[better]
+        report = add_categories(self._report_replays(results), results, self._report_replays)
+        ema = {"kept": better, **taus} if len(candidates) > 1 else report.ema
+        return better, replace(report, by_prompt=count_prompts(results), ema=ema)
+
+    def _report_replays(self, replays: list[PromptReplay]) -> Report:
+        """The report of prompts that were replayed and not decoded."""
+        return add_replays(make_undecoded_report(self.settings.temperature), replays)
 
     def needs_decoding(self, report: Report) -> bool:
         """Whether `decode_best` has something to add to the report of the best step."""
@@ -147,42 +155,38 @@ class Validation:
         if self.engine is not None:
             return report
         if self._is_partly_decoded(report):
-            report = self._add_decoded(
-                report, frozen, max(MIN_PROMPTS, self._count_affordable_prompts(self._count_seconds_left(trained)))
-            )
+            num = self._count_affordable_prompts(self._count_seconds_left(trained))
+            report = self._add_decoded(report, frozen, max(MIN_PROMPTS, num))
         return self._finish_report(self._add_auto(report, frozen), report.step)
 
     def describe_cost(self, trained: float) -> str:
         """One sentence on what validation took."""
         parts = ", ".join(f"{name} {spent:.1f} s" for name, spent in self.seconds.items() if spent)
-        total = sum(self.seconds.values())
-        return f"validation took {100 * total / trained if trained else 0:.1f} % of the {trained:.0f} s of training ({parts})"
+        percent = 100 * sum(self.seconds.values()) / trained if trained else 0
+        return f"validation took {percent:.1f} % of the {trained:.0f} s of training ({parts})"
 
     # Replay
 
     def replay(self, frozen: Head) -> list[PromptReplay]:
-        """tau along the target's answers, the same in all processes."""
+        """Replays of a drafter along the target's answers, by prompt, the same in all processes."""
         assert isinstance(frozen, Drafter)
         texts = self.texts = self.texts or self._get_answers()
         own_numbers = list(self.group.mine(sort_by_length(range(len(texts)), [text.length for text in texts])))
         with self._add_seconds("replay"):
             options: dict = {"depth": self.drafting.depth, "label": "validation: replay", "engine": self.engine}
             replayed_texts = replay_texts(frozen, [texts[number] for number in own_numbers], **options)
-            results = [
-                (number, make_prompt_replay(self.prompts[number], each))
-                for number, each in zip(own_numbers, replayed_texts)
-            ]
-            return [each for _, each in sorted(self.group.gather(results), key=lambda pair: pair[0])]
+            prompts = [self.prompts[number] for number in own_numbers]
+            return self._gather(list(zip(own_numbers, map(make_prompt_replay, prompts, replayed_texts))))
 
     def _get_answers(self) -> list[AnsweredPrompt]:
         """The target's answers, read from the disk or written now."""
         with self._add_seconds("answers"):
             heldout = HeldoutAnswers(
                 self.target,
-                self.sampling,
-                self.settings.max_new_tokens,
-                self.stop,
-                self.seed,
+                self.measuring.sampling,
+                self.measuring.max_new_tokens,
+                self.measuring.stop,
+                self.measuring.seed,
                 Path(self.settings.answers),
                 engine=self.engine,
             )
@@ -201,7 +205,7 @@ class Validation:
         return self._add_captured(replace(self._summarise(self._decode(frozen, num)), **kept_figures), frozen)
 
     def _add_captured(self, report: Report, frozen: Head) -> Report:
-        """On a GPU with the speedup of an engine; what it is made of depends on sizes only, and is measured once."""
+        """The report, on a GPU with the speedup of an engine. Its costs depend on sizes only, and are measured once."""
         if not self.captured_costs:
             with self._add_seconds("decode"):
                 self.captured_costs.append(served.measure_captured(self.target, self.drafting.proposer(frozen)))
@@ -217,7 +221,7 @@ class Validation:
                 replayed = None if self.replays else frozen
                 results = self._measure(self.drafting.proposer(frozen), own_numbers, replayed, "decoding")
                 self.prompt_seconds = (time.perf_counter() - started) / len(results)
-            return [result for _, result in sorted(self.group.gather(results), key=lambda pair: pair[0])]
+            return self._gather(results)
 
     def _is_partly_decoded(self, report: Report) -> bool:
         """Whether it was only replayed, or decoded in part."""
@@ -245,14 +249,17 @@ class Validation:
         return replace(report, auto={"num_prompts": len(results), **auto_figures})
 
     def _make_auto(self, frozen: Head) -> AutoProposer | None:
-        """None, with a sentence, where it cannot draft: a run does not end for it."""
+        """The proposer auto. Where it cannot draft, a sentence is printed and None returned: the run goes on."""
         try:
             auto = AutoProposer.make_default(self.target, self.drafting.proposer(frozen))
             auto.costs_by_file = self.costs
             auto.progress = functools.partial(progress.track_items, unit="sizes")
             runner = self.drafting.runner()
-            decoder = self.drafting.decoder(self.target, auto, sampling=self.sampling, stop=self.stop, runner=runner)
-            check_prompts(decoder, self.prompts, self.settings.max_new_tokens)  # of all processes: all must agree
+            sampling, stop = self.measuring.sampling, self.measuring.stop
+            decoder = self.drafting.decoder(self.target, auto, sampling=sampling, stop=stop, runner=runner)
+            check_prompts(
+                decoder, self.prompts, self.measuring.max_new_tokens
+            )  # prompts of all processes, which must agree
         except ValueError as error:
             self.console.say(f"speedup auto is left out: {error}")
             return None
@@ -261,15 +268,22 @@ class Validation:
     def _measure(
         self, proposer: Proposer, numbers: list[int], replayed: Head | None, activity: str
     ) -> list[tuple[int, PromptResult]]:
-        """Prompts of these numbers, plainly and with the proposer's drafts, numbered. what: is done, for the progress"""
+        """Results of prompts, plainly and with the proposer's drafts, each behind its number.
+
+        numbers: numbers of the prompts; replayed: head that is replayed, too; activity: words for the progress
+        """
         measured_groups = measure(
             [Method("drafted", self.target, proposer, self.drafting, head=replayed)],
             [self.prompts[number] for number in numbers],
-            MeasureSettings(self.sampling, self.stop, self.settings.max_new_tokens, seed=self.seed),
+            self.measuring,
             numbers=numbers,
             progress=functools.partial(progress.track_items, name=f"validation: {activity}", unit="prompts"),
         )
-        return list(zip(numbers, [each["drafted"] for group in measured_groups for each in group]))
+        return list(zip(numbers, [results["drafted"] for group in measured_groups for results in group]))
+
+    def _gather(self, results: list[tuple[int, Result]]) -> list[Result]:
+        """The results of all processes in the order of their numbers."""
+        return [result for _, result in sorted(self.group.gather(results), key=lambda pair: pair[0])]
 
     def _summarise(self, results: list[PromptResult]) -> Report:
         return summarise(
@@ -280,7 +294,7 @@ class Validation:
         )
 
     def _finish_report(self, report: Report, step: int | None) -> Report:
-        """Adds what was judged, and prints the report."""
+        """Adds shape, step, experts and fast paths to a report, and prints it."""
         experts = find_experts(self.target.config.to_dict())
         numbers = None if experts is None else [experts.num, experts.per_token]
         report = replace(
@@ -296,27 +310,23 @@ class Validation:
     # Time and processes
 
     def _count_seconds_left(self, trained: float) -> float | None:
-        """Seconds that validation may still take; None: any number."""
+        """The seconds that validation may still take; None without a limit."""
         return None if self.settings.share is None else self.settings.share * trained - sum(self.seconds.values())
 
     def _count_affordable_prompts(self, seconds_left: float | None) -> int:
-        """How many prompts all processes decode in so many seconds, as the main one says, whose clock counts. None: all"""
+        """The number of prompts that all processes can decode in this time, by the main one's clock. None: no limit"""
         num = len(self.prompts)
         if seconds_left is not None:
             if self.prompt_seconds is None and self.replays and self.texts is None:
-                self.texts = self._get_answers()  # which says what a prompt takes, in a run that was resumed at its end
-            num = (
-                min(
-                    num,
-                    int(seconds_left / self.prompt_seconds) * self.group.num if self.prompt_seconds else MIN_PROMPTS,
-                )
-                if seconds_left > 0
-                else 0
+                self.texts = self._get_answers()  # this measures a prompt, in a run that was resumed at its end
+            affordable = (
+                int(seconds_left / self.prompt_seconds) * self.group.num if self.prompt_seconds else MIN_PROMPTS
             )
+            num = min(num, affordable) if seconds_left > 0 else 0
         return broadcast_object_list([num])[0]
 
     def _affords_all_prompts(self, trained: float) -> bool:
-        """Whether there is time to decode all prompts, as far as is known. Where `decode` is end, only if time has no limit."""
+        """Whether there is time to decode all prompts, as far as is known. With decode=end, only without a limit."""
         seconds_left = self._count_seconds_left(trained)
         if seconds_left is None or self.settings.decode == "end":
             return seconds_left is None
@@ -328,6 +338,3 @@ class Validation:
         started = time.perf_counter()
         yield
         self.seconds[kind] += time.perf_counter() - started
-
-
-# Replay of many answers: those of similar lengths in one batch

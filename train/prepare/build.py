@@ -1,4 +1,4 @@
-"""What a run is made of, from its settings: processes, target, data, drafter, objective, optimizer, validation, trainer."""
+"""Builds a run from its settings: processes, target, data, drafter, objective, optimizer, validation, trainer."""
 
 import contextlib
 import math
@@ -21,9 +21,9 @@ from specdec.core.option_types import prefix_option_names, raise_first
 from specdec.core.sampling import Sampling
 from specdec.engines.client import EngineClient
 from specdec.engines.engine_target import EngineTarget
-from specdec.heads.base import Drafter, Head
+from specdec.heads.base import Head
 from specdec.measuring import trained_prompts
-from specdec.measuring.measure import check_prompts
+from specdec.measuring.measure import MeasureSettings, check_prompts
 from specdec.measuring.replay import AnsweredPrompt, encode_answered_prompt, warn_of_writers
 from specdec.target.fingerprint import UNREAD
 from specdec.target.model import Target
@@ -41,15 +41,15 @@ from train.loop.validate import Validation
 from train.prepare import plan
 from train.prepare.facts import MeasuredFacts, PlannedFacts, make_drafter
 from train.prepare.plan import instantiate
-from train.processes import Waiting, check_launcher, compute_by_main, count_threads, find_ignored_flags, is_main
+from train.processes import check_launcher, compute_by_main, count_threads, find_ignored_flags, is_main
 from train.settings import record
 from train.settings.decide import Decided, decide
 from train.settings.options import RunConfig, RunOptions, fill_from_record, list_fixed_settings, read_settings
 from train.show import display
 
-ACCELERATE_PRECISIONS = {"bf16": "bf16", "fp32": "no"}  # of train.py, and what accelerate calls them
-TEXTS_IN_FLIGHT = 64  # texts that servers are asked for at once, by each process
-SAMPLED_DOCUMENTS = 2000  # documents that are looked for in a folder before training
+ACCELERATE_PRECISIONS = {"bf16": "bf16", "fp32": "no"}  # accelerate's names of precisions
+TEXTS_IN_FLIGHT = 64  # texts that each process asks servers for at once
+SAMPLED_DOCUMENTS = 2000  # documents that are looked up in a folder of features before training, at most
 
 
 def make_trainer(
@@ -81,8 +81,12 @@ def make_trainer(
         prompts,
         options=config.validation,
         drafting=config.drafting,
-        seed=config.train.seed,
-        stop=data.list_stop_tokens(tokenizer, target.model.generation_config),
+        measuring=MeasureSettings(
+            Sampling(temperature=config.validation.temperature),
+            data.list_stop_tokens(tokenizer, target.model.generation_config),
+            config.validation.max_new_tokens,
+            seed=config.train.seed,
+        ),
         console=console,
         engine=engine,
     )
@@ -104,7 +108,7 @@ def make_trainer(
 
 
 def warn_of_copies(rows: list[dict], packs: Packs, start: str | None, *, recorded: bool) -> int:
-    """How many held-out rows ask what is trained on, too, here or by the head that training starts from. Warns of them."""
+    """The number of held-out prompts that are trained on, here or by the head of `start`. Warns of them."""
     ids = trained_prompts.find_trained_rows(rows, trained_prompts.join_digests(packs.prompt_digests, start))
     if ids and is_main():
         name = "validation.answers" if recorded else "data.heldout"
@@ -134,12 +138,12 @@ def start_processes(options: RunOptions) -> PartialState:
 
 
 def uses_cpu() -> bool:
-    """Whether a run is on the CPU. This is said outright, or several processes would not find each other."""
+    """Whether a run is on the CPU. It is stated, because several processes would not find each other otherwise."""
     return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
 
 
 def start_accelerator(config: RunConfig) -> Accelerator:
-    """The accelerator of a run whose precision is decided. Warns of what the run does not follow, and of a slow precision."""
+    """The accelerator of a run. Warns of flags that the run does not follow, and of a slow precision."""
     accelerator = Accelerator(cpu=uses_cpu(), mixed_precision=ACCELERATE_PRECISIONS[config.precision])
     for sentence in find_ignored_flags(config.precision, accelerator.num_processes):
         warnings.warn(sentence, stacklevel=2)
@@ -151,16 +155,13 @@ def start_accelerator(config: RunConfig) -> Accelerator:
 
 
 def fill_from_first_launch(options: RunOptions, path: Path) -> RunOptions:
-    """What was decided in the first launch of a run that is resumed, on whatever machine, in the place of each `auto`.
-
-    path: of the run
-    """
+    """The options with the decisions of a resumed run's first launch in place of `auto`. path: folder of the run"""
     return fill_from_record(options, read_settings(path / "config.yaml")) if options.resume else options
 
 
 @contextlib.contextmanager
 def name_remedies(options: RunOptions) -> Iterator[None]:
-    """Within, memory that does not suffice ends in a sentence with the options that lower what is needed."""
+    """Within, an error of full memory becomes a ValueError with the options that lower the need."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -173,7 +174,7 @@ def name_remedies(options: RunOptions) -> Iterator[None]:
 
 
 def digest_target(target: Target) -> dict[str, str | None]:
-    """Digests by which a resumed run knows its target. Where layers were not read, only the embeddings are compared."""
+    """Digests of a target. A resumed run compares them. Where layers were not read, it compares only the embeddings."""
     fingerprint = target.fingerprint()
     return {"target": None if UNREAD in fingerprint else fingerprint, "embeddings": target.embeddings_fingerprint()}
 
@@ -181,8 +182,10 @@ def digest_target(target: Target) -> dict[str, str | None]:
 def encode_prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, packs: Packs, rows: list[dict]
 ) -> tuple[list[AnsweredPrompt] | None, list[Prompt]]:
-    """Recorded answers, if rows are these, and held-out prompts, with the template arguments of the rows that are trained on, unless
-    the settings or a prompt say others."""
+    """Recorded answers, if rows are these, and held-out prompts.
+
+    Prompts have the template arguments of the rows that are trained on, unless settings or prompts name others.
+    """
     if config.validation.has_recorded_answers:
         texts = [encode_answered_prompt(tokenizer, row) for row in rows]
         return texts, [Prompt(row["id"], row["category"], text.prompt) for row, text in zip(rows, texts)]
@@ -194,9 +197,9 @@ def encode_prompts(
 
 
 def pin_start(options: RunOptions, path: Path) -> RunOptions:
-    """Adds the commit to `start` if that is a head on the Hub: today's, or in a resumed run the one of its first launch.
+    """Adds the commit to `start` if that is a head on the Hub. A resumed run has the commit of its first launch.
 
-    path: of the run
+    path: folder of the run
     """
     start = options.start
     if start is None:
@@ -207,8 +210,11 @@ def pin_start(options: RunOptions, path: Path) -> RunOptions:
     recorded = checkpoint.read_facts(path).get("start", {})
     if options.resume and recorded.get("given") == start:
         return options.model_copy(update={"start": recorded["used"]})
-    pin = lambda: hub.pin_commit(checkpoint.resolve(start))
-    pinned = compute_by_main(pin, "the head that training starts from", minutes=options.train.timeout)
+    pinned = compute_by_main(
+        lambda: hub.pin_commit(checkpoint.resolve(start)),
+        "the head that training starts from",
+        minutes=options.train.timeout,
+    )
     return options.model_copy(update={"start": pinned})
 
 
@@ -216,7 +222,7 @@ def pin_start(options: RunOptions, path: Path) -> RunOptions:
 
 
 def connect_engine(urls: str, drafter: Head, console: progress.Results) -> EngineTarget | None:
-    """The servers that read texts, tried; None: the target in this process does. urls: a comma list"""
+    """The servers that read texts; None if the target in this process does. urls: comma list"""
     if not urls:
         return None
     client = EngineClient(urls, in_flight=TEXTS_IN_FLIGHT, longest=5, say=console.say)
@@ -226,23 +232,21 @@ def connect_engine(urls: str, drafter: Head, console: progress.Results) -> Engin
 def make_features(
     config: RunConfig, drafter: Head, packs: Packs, accelerator: Accelerator, engine: EngineTarget | None
 ) -> Features | None:
-    """The source of the target's outputs, once all processes have it; None: the objective reads an adapted target itself, with gradient."""
+    """The source of the target's outputs, once all processes have it; None if the objective reads an adapted target."""
     if drafter.adapts_target:
         return None
     with prefix_option_names("features"):
         features = open_features(config, drafter, packs, accelerator, engine)
-    waiting = Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)
-    with waiting("the folder of features"):
-        accelerator.wait_for_everyone()
+    compute_by_main(lambda: None, "the folder of features", minutes=config.train.timeout)
     return features
 
 
 def open_features(
     config: RunConfig, drafter: Head, packs: Packs, accelerator: Accelerator, engine: EngineTarget | None
 ) -> Features:
-    """The source of the target's outputs: computed for every batch, or kept in a folder, which the main process makes.
+    """The source of the target's outputs: a target, servers, or a folder, which the main process makes.
 
-    Says how large a folder will be. Raises ValueError for a folder of another target or a disk too small.
+    Prints the size of the folder. Raises ValueError for a folder of another target, or a disk that is too small.
     """
     options, train, target = config.features, config.train, drafter.target
     if options.mode == "online":
@@ -264,7 +268,7 @@ def open_features(
 
 
 def count_missing(folder: FeatureFolder, packs: Packs, reads: list[int]) -> int:
-    """Tokens that a folder lacks of the documents of some packs; of many documents it looks for an even sample."""
+    """The tokens that a folder lacks of packs' documents, by an even sample. reads: numbers of packs"""
     numbers = numpy.unique(
         numpy.concatenate([packs.packed_rows[packs.pack_ends[at] : packs.pack_ends[at + 1]] for at in reads])
     )
@@ -278,31 +282,31 @@ def count_missing(folder: FeatureFolder, packs: Packs, reads: list[int]) -> int:
 
 
 def check_validation(validation: Validation, drafter: Head, *, source: str, ema: float | None) -> None:
-    """Raises ValueError for what would fail at the first validation. source: of the prompts; ema: `train.ema`"""
+    """Raises ValueError if the first validation would fail. source: file of the prompts; ema: `train.ema`"""
     if validation.engine is None:
-        drafting, options = validation.drafting, validation.settings
+        drafting, measuring = validation.drafting, validation.measuring
         with prefix_option_names("decode"):
             proposer, runner = drafting.proposer(drafter), drafting.runner()
-            sampling = Sampling(temperature=options.temperature)
-            decoder = drafting.decoder(drafter.target, proposer, sampling=sampling, stop=validation.stop, runner=runner)
+            sampling, stop = measuring.sampling, measuring.stop
+            decoder = drafting.decoder(drafter.target, proposer, sampling=sampling, stop=stop, runner=runner)
         with prefix_option_names("validation"):
-            check_prompts(decoder, validation.prompts, options.max_new_tokens, source=source)
+            check_prompts(decoder, validation.prompts, measuring.max_new_tokens, source=source)
     needs = "a chain (decode=chain) and validation.decode=best or end"
     wrong = {
         "features.engine=: without the target in this process a drafter is judged by replay, which needs "
         f"{needs}. Or use features.mode=online.": validation.engine is not None,
-        f"train.ema={ema} lets replay choose between the weights and their average, and replay does not apply here: it needs "
-        f"{needs}, and a head that leaves the target as it is. Or set train.ema=null.": ema is not None,
+        f"train.ema={ema} lets replay choose between the weights and their average, and replay does not apply here: it "
+        f"needs {needs}, and a head that leaves the target as it is. Or set train.ema=null.": ema is not None,
     }
     raise_first(wrong if not validation.replays else {})
 
 
 def record_run(config: RunConfig, trainer: Trainer, *, arguments: list[str], start: str | None) -> None:
-    """Writes what a run was made of to its folder. arguments: of train.py; start: as the user wrote it"""
+    """Writes config.yaml, about.json and prompts of a run. arguments: words for train.py; start: user's `start`"""
     path, document, packs = trainer.folder.path, config.document(), trainer.material.packs
     files.write_text(path / "config.yaml", yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
     drafter, num_trained = trainer.drafter, trainer.validation.num_trained
-    vocab = drafter.draft_to_target if isinstance(drafter, Drafter) else None
+    vocab = drafter.draft_to_target
     figures = {
         "conversations": len(packs.packed_rows),
         "supervised tokens": packs.num_supervised,
@@ -326,7 +330,7 @@ def print_decisions(decided: Decided) -> None:
 
 
 def show_plan(options: RunOptions, path: Path) -> str:
-    """What `plan=true` prints: of this machine, after a few steps that are thrown away, or of another one from its figures."""
+    """The plan that `plan=true` prints: of this machine, after a few steps, or of another one, from its figures."""
     facts = PlannedFacts(options) if options.plans_other_machine else MeasuredFacts(options, start_processes(options))
     decided = decide(options, facts)
     print_decisions(decided)

@@ -1,15 +1,16 @@
-"""Counts what a device would be given to do, without one: the project's own code runs on tensors that have shapes but no values.
+"""Counts the work of a device without one: the project's own code runs on tensors that have shapes but no values.
 
-    with torch.device("meta"), Count() as count, Autocast():
+    with torch.device("meta"), OperationCount() as count, Autocast():
         ...
     count.launches, count.moved, count.live, count.waits
 
-A view is no launch, attention of torch is one, and an operation that is several kernels counts as several (KERNELS). Bytes moved are those
-of all arguments and results of launches, as caches are small beside them; live bytes are those of the tensors that were made.
-Where the host reads a value it waits, and it reads a one.
+A view is no launch, attention of torch is one, and an operation of several kernels counts as several (KERNELS). Moved
+bytes are those of all arguments and results of launches, because caches are small beside them. Live bytes are those of
+the tensors that were made. Where the host reads a value, it waits, and reads a one.
 
-`count.seconds` is a roofline of one device: a product runs at a share of the peak that depends on its smallest dimension (PRODUCT_EFFICIENCY),
-attention over texts at ATTENTION_EFFICIENCY, everything else at 80 % of the bandwidth and in at least 2 microseconds.
+`count.seconds` is a roofline of one device. A product's share of the peak depends on its smallest dimension
+(PRODUCT_EFFICIENCY). Attention over texts reaches ATTENTION_EFFICIENCY. Everything else runs at 80 % of the bandwidth
+and takes at least 2 microseconds.
 """
 
 import contextlib
@@ -23,32 +24,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
-H100_PEAK, H100_BANDWIDTH, REACHED_SHARE = (
-    989e12,
-    3.35e12,
-    0.8,
-)  # of an H100 in bfloat16; bytes/s; the share of them that kernels reach
-PRODUCT_EFFICIENCY = (
-    (512, 0.65),
-    (128, 0.5),
-    (32, 0.35),
-    (0, 0.1),
-)  # of a product whose smallest dimension is at least this
-ATTENTION_EFFICIENCY = 0.45
-LAUNCH_SECONDS, PRODUCT_LAUNCH_SECONDS = 2e-6, 3e-6
+H100_PEAK, H100_BANDWIDTH = 989e12, 3.35e12  # FLOP/s in bfloat16 and bytes/s of an H100, by its data sheet
+REACHED_SHARE = 0.8  # share of the bandwidth that kernels reach
+# Smallest dimension of a product, at least, and the share of the peak that it reaches
+PRODUCT_EFFICIENCY = ((512, 0.65), (128, 0.5), (32, 0.35), (0, 0.1))
+ATTENTION_EFFICIENCY = 0.45  # share of the peak that attention over texts reaches
+LAUNCH_SECONDS, PRODUCT_LAUNCH_SECONDS = 2e-6, 3e-6  # shortest time of a kernel, and of a product
 PRODUCT_INDICES = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
-# Products of queries and keys, of forward ones
+# Work of attention over texts, in forward passes
 TEXT_ATTENTION = {"attend_segments": 1.0, "attend_segments_backward": 2.5, "attend_texts": 1.0}
 VIEWS = set(
-    "view _unsafe_view t transpose permute expand slice select unsqueeze squeeze alias as_strided split split_with_sizes unbind "
-    "detach _reshape_alias diagonal lift_fresh empty empty_like new_empty empty_strided new_empty_strided is_same_size".split()
+    "view _unsafe_view t transpose permute expand slice select unsqueeze squeeze alias as_strided split "
+    "split_with_sizes unbind detach _reshape_alias diagonal lift_fresh empty empty_like new_empty empty_strided "
+    "new_empty_strided is_same_size".split()
 )
-KERNELS = {"logsumexp": 7, "sort": 6, "topk": 3, "cumsum": 2, "cummax": 2, "index_put_": 2, "index_put": 3, "nonzero": 4,
-           "_index_put_impl_": 2, "embedding_dense_backward": 6, "argmax": 2, "max": 2,
+KERNELS = {"logsumexp": 7, "sort": 6, "topk": 3, "cumsum": 2, "cummax": 2, "index_put_": 2, "index_put": 3,
+           "nonzero": 4, "_index_put_impl_": 2, "embedding_dense_backward": 6, "argmax": 2, "max": 2,
            "attend_segments_backward": 3}  # fmt: skip
 FILLS = set(
     "zeros ones full zeros_like ones_like full_like new_zeros new_full fill_ zero_ arange rand rand_like".split()
 )
+HOST_READS = {aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default}
 WRITES = {"index_put_", "_index_put_impl_"}
 GATHERS = {"index_select", "gather", "embedding", "index"}
 _tensor = torch.Tensor
@@ -56,11 +52,12 @@ PRODUCTS = {F.linear, torch.matmul, _tensor.matmul, _tensor.__matmul__, _tensor.
 
 
 class OperationCount(TorchDispatchMode):
-    """moved, live: bytes; live: the most at one time, of what was made within; waits: of the host for the device
+    """A context that counts the operations within it.
 
-    peak, bandwidth: of the device, FLOP/s in bfloat16 and bytes/s
-    seconds, flops: of the roofline; texts: lengths of the documents that attention over texts reads
-    filled: the share of a cache's entries that are in use, which is what `attend_texts` reads of them
+    moved, live: bytes; live is the most at one time; waits: number of times that the host waits for the device
+    seconds, flops: figures of the roofline; texts: tokens of the documents that attention over texts reads
+    peak, bandwidth: FLOP/s in bfloat16 and bytes/s of the device
+    filled: share of a cache's entries in use, which `attend_texts` reads
     """
 
     supports_higher_order_operators = True
@@ -79,7 +76,7 @@ class OperationCount(TorchDispatchMode):
         self.filled = filled
         self.launches = self.moved = self.live = self.waits = self._live_now = 0
         self.seconds = self.flops = 0.0
-        self.pairs = sum(num * (num + 1) / 2 for num in texts)  # of a query and a key that it sees
+        self.pairs = sum(num * (num + 1) / 2 for num in texts)  # pairs of a query and a key that it sees
         self._storages: dict[int, weakref.ref] = {}
         self._undo = contextlib.ExitStack()
 
@@ -97,33 +94,43 @@ class OperationCount(TorchDispatchMode):
         name = getattr(func, "overloadpacket", func).__name__
         inputs = list_tensors([*args, *kwargs.values()])
         on_device = any(tensor.is_meta for tensor in inputs)
-        if func is aten._local_scalar_dense.default and on_device:
-            self.waits += 1
-            return inputs[0].dtype.is_floating_point or inputs[0].dtype == torch.bool or 1
-        if func in (aten.equal.default, aten.allclose.default) and on_device:
-            return True
-        device = kwargs.get("device")
-        if name == "_to_copy" and device is not None and inputs[0].is_meta != (torch.device(device).type == "meta"):
-            self.waits += on_device or not kwargs.get("non_blocking")
-            if on_device:
-                return torch.ones(inputs[0].shape, dtype=kwargs.get("dtype") or inputs[0].dtype)
-        decomposed = self._decompose(func, args, kwargs)
-        if decomposed is not NotImplemented:
-            return decomposed
+        if on_device and func in HOST_READS:
+            return self._answer_host_read(func, inputs[0])
+        answer = self._answer_device_copy(name, inputs, kwargs)
+        if answer is None:
+            answer = self._count_decomposed(func, args, kwargs)
+        if answer is not NotImplemented:
+            return answer
         out = func(*args, **kwargs)
         outputs = [tensor for tensor in list_tensors([out]) if tensor.is_meta]
-        if not outputs and not on_device:
-            return out
-        input_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
-        for tensor in outputs:
-            if tensor.untyped_storage()._cdata not in input_storages:
-                self._watch_storage(tensor.untyped_storage())
-        if name not in VIEWS:
-            self.add(name, inputs, outputs, args)
+        if outputs or on_device:
+            self._watch_storages(inputs, outputs)
+            if name not in VIEWS:
+                self.add_operation(name, inputs, outputs, args)
         return out
 
-    def _decompose(self, func, args, kwargs):
-        """What autograd would take apart comes whole in inference mode."""
+    def _answer_host_read(self, func, tensor: torch.Tensor):
+        """The value that the host reads: a one, or true. A scalar is waited for."""
+        if func is not aten._local_scalar_dense.default:
+            return True
+        self.waits += 1
+        return tensor.dtype.is_floating_point or tensor.dtype == torch.bool or 1
+
+    def _answer_device_copy(self, name: str, inputs: list[torch.Tensor], kwargs: dict) -> torch.Tensor | None:
+        """Counts the wait of a copy between devices. -> ones for a copy to the host; None: torch makes the copy"""
+        device = kwargs.get("device")
+        if name != "_to_copy" or device is None or inputs[0].is_meta == (torch.device(device).type == "meta"):
+            return None
+        self.waits += inputs[0].is_meta or not kwargs.get("non_blocking")
+        if not inputs[0].is_meta:
+            return None
+        return torch.ones(inputs[0].shape, dtype=kwargs.get("dtype") or inputs[0].dtype)
+
+    def _count_decomposed(self, func, args, kwargs):
+        """Counts the parts of an operation, which autograd takes apart and inference mode does not. -> its result
+
+        NotImplemented outside of inference mode, and for operations without parts.
+        """
         if not torch.is_inference_mode_enabled():
             return NotImplemented
         super().__enter__()
@@ -132,13 +139,20 @@ class OperationCount(TorchDispatchMode):
         finally:
             super().__exit__(None, None, None)
 
-    def add(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], args: Sequence) -> None:
-        """One operation that is not a view."""
+    def _watch_storages(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Counts the memory that an operation took, until it is free again."""
+        input_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+        for tensor in outputs:
+            if tensor.untyped_storage()._cdata not in input_storages:
+                self._watch_storage(tensor.untyped_storage())
+
+    def add_operation(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], args: Sequence) -> None:
+        """Counts an operation that is not a view."""
         self.launches += KERNELS.get(name, 1)
         read, written = [count_read_bytes(tensor) for tensor in inputs], sum(tensor.nbytes for tensor in outputs)
         if name in FILLS:
             read = []
-        elif name in GATHERS:  # of the first argument only what is taken
+        elif name in GATHERS:  # of the first argument only the gathered rows are read
             read[0] = written
         elif name in WRITES:
             read, written = read[-1:], read[-1]
@@ -184,7 +198,7 @@ class OperationCount(TorchDispatchMode):
 
 
 class _FusedAttention(TorchFunctionMode):
-    """torch's attention, which decomposes itself on this device, is one operation."""
+    """Makes one operation of torch's attention, which decomposes itself on tensors without values."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
@@ -194,7 +208,7 @@ class _FusedAttention(TorchFunctionMode):
 
 
 class Autocast(TorchFunctionMode):
-    """As torch.autocast to bfloat16, which there is not for this device: each weight is cast once."""
+    """Acts as torch.autocast to bfloat16, which tensors without values lack. Each weight is cast once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +229,7 @@ class Autocast(TorchFunctionMode):
 
 
 def list_tensors(values) -> list[torch.Tensor]:
-    """Those among them, and in lists of them"""
+    """The tensors among values and in lists of them."""
     tensors = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -226,7 +240,7 @@ def list_tensors(values) -> list[torch.Tensor]:
 
 
 def count_read_bytes(tensor: torch.Tensor) -> int:
-    """Bytes; those of an expanded tensor are read once."""
+    """Bytes that an operation reads of a tensor. Those of an expanded one are read once."""
     return min(tensor.nbytes, tensor.untyped_storage().size()) if 0 in tensor.stride() else tensor.nbytes
 
 

@@ -1,4 +1,4 @@
-"""Facts that decisions are made by: data in packs, the shapes of the target, memory, and the speed of this device."""
+"""Facts on which decisions rest: data in packs, the shapes of the target, memory, and the speed of this device."""
 
 import functools
 import itertools
@@ -11,6 +11,7 @@ import numpy
 import torch
 from accelerate import PartialState
 from numpy import ndarray
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
@@ -33,25 +34,29 @@ from train.processes import compute_by_main
 from train.settings.decide import Hardware, Memory, Pace, RunSizes, TargetFacts, TextLengths
 from train.settings.options import RunOptions
 
-CHARACTERS_PER_TOKEN = 4  # of a token, where the tokenizer is not there
-DEFAULT_LAYERS = 3  # that a head reads whose layers are not known yet
-TIMED_BATCHES = 4  # batches with which the speed is measured, of which the first warms up
+CHARACTERS_PER_TOKEN = 4  # characters of a token, where the tokenizer cannot be reached
+DEFAULT_LAYERS = 3  # hidden states that a head reads, where its layers are not known
+TIMED_BATCHES = 4  # batches that measure the speed; the first warms up
 
 
 class PlannedFacts:
-    """Facts of a plan for another machine, from its figures. Where the tokenizer cannot be reached, lengths of rows are guessed.
+    """Facts of a plan for another machine, from its figures. Without a tokenizer the lengths of rows are guessed.
 
-    heldout: rows of prompts, or of recorded answers; packs, texts: of the newest length, packs None where rows are not encoded
-    counted: of the newest sizes; None for heads that change the target, and for what cannot be counted
+    heldout: rows of prompts, or of recorded answers
+    packs, texts: data in packs of the newest length; packs is None where rows are not encoded
+    run_count: counts for the newest sizes; None for heads that change the target, and for what cannot be counted
     pace: None: not known, or not of this machine
     Raises ValueError for paths that do not exist, before the target is loaded.
     """
 
     def __init__(self, options: RunOptions, device: torch.device | None = None, num_processes: int = 1):
-        """device, num: of the processes"""
+        """device, num_processes: device and number of the run's processes"""
         self.options = options
-        find_place = lambda: plan.find_hardware(options, device or torch.device("cpu"), num_processes)
-        self.hardware = compute_by_main(find_place, "this machine", minutes=options.train.timeout)
+        self.hardware = compute_by_main(
+            lambda: plan.find_hardware(options, device or torch.device("cpu"), num_processes),
+            "this machine",
+            minutes=options.train.timeout,
+        )
         if options.validation.has_recorded_answers:
             self.heldout = reading.load_conversations(options.validation.answers, arguments=options.template)
         else:
@@ -138,7 +143,7 @@ class PlannedFacts:
 
 
 class MeasuredFacts(PlannedFacts):
-    """Facts of this machine, for all processes what the main one found. The target is loaded when a fact needs it."""
+    """Facts of this machine, as the main process finds them. The target is loaded when a fact needs it."""
 
     def __init__(self, options: RunOptions, processes: PartialState):
         super().__init__(options, processes.device, processes.num_processes)
@@ -157,8 +162,11 @@ class MeasuredFacts(PlannedFacts):
         return encode_rows(self.options, self.tokenizer)
 
     def choose_dtype(self) -> precision.DtypeChoice:
-        choose = lambda: precision.choose_dtype(self.processes.device)
-        return compute_by_main(choose, "what the device computes in", minutes=self.options.train.timeout)
+        return compute_by_main(
+            lambda: precision.choose_dtype(self.processes.device),
+            "what the device computes in",
+            minutes=self.options.train.timeout,
+        )
 
     def measure_pace(self, sizes: RunSizes) -> Pace:
         """A plan's pace is that of the machine's figures where the run does not fit into its memory."""
@@ -174,12 +182,12 @@ class MeasuredFacts(PlannedFacts):
 
 
 def load_target(options: RunOptions, dtype: str, processes: PartialState) -> Target:
-    """The whole target, or only what is before and behind its layers where a server has these."""
+    """The whole target, or only embeddings and output layer where a server has its layers."""
     target = options.target
     if target.device == "auto" and processes.num_processes > 1:
         raise ValueError(
-            f"target.device=auto spreads one target over all GPUs, and {processes.num_processes} processes would each load "
-            "one: use accelerate launch --num_processes 1, or target.device=null."
+            f"target.device=auto spreads one target over all GPUs, and {processes.num_processes} processes would each "
+            "load one: use accelerate launch --num_processes 1, or target.device=null."
         )
     arguments: dict[str, Any] = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
     with prefix_option_names("target"):
@@ -192,7 +200,7 @@ def load_target(options: RunOptions, dtype: str, processes: PartialState) -> Tar
 
 
 def decide_packing(target: Target, *, length: int, pack: bool | None) -> bool:
-    """Whether rows of `length` tokens hold several conversations. pack: as the user wishes; None: if the target can read them so
+    """Whether rows of `length` tokens hold several conversations. pack: the user's choice; None: if the target can
 
     Raises ValueError for a length, or for packing, that the target cannot read.
     """
@@ -206,8 +214,8 @@ def decide_packing(target: Target, *, length: int, pack: bool | None) -> bool:
         )
     if pack and target.recurrent:
         raise ValueError(
-            f"data.pack=true: {target.name} has recurrent or convolution layers, whose state would run from one conversation into "
-            "the next. Leave data.pack=null, which then gives each conversation a row of its own."
+            f"data.pack=true: {target.name} has recurrent or convolution layers, whose state would run from one "
+            "conversation into the next. Leave data.pack=null, which then gives each conversation a row of its own."
         )
     return not target.recurrent if pack is None else pack
 
@@ -231,7 +239,7 @@ def read_text_lengths(packs: Packs) -> TextLengths:
 
 
 def guess_packs(lengths: ndarray, length: int) -> TextLengths:
-    """Of rows that were not encoded."""
+    """The data in packs, from guessed lengths."""
     cut = numpy.minimum(lengths, length)
     num = int(pack_first_fit(cut.tolist(), length).max(initial=0)) + 1
     return TextLengths(cut, num, numpy.zeros(0, dtype=numpy.int64))
@@ -244,13 +252,14 @@ def guess_lengths(options: RunOptions) -> ndarray:
         for _, row in itertools.islice(reading.read_rows(source, options.data.split), options.data.limit):
             lengths.append(len(str(row.get("messages") or row.get("text") or row)) // CHARACTERS_PER_TOKEN + 1)
     progress.print_note(
-        f"The tokenizer of {options.target.name} cannot be reached: {CHARACTERS_PER_TOKEN} characters are counted as a token."
+        f"The tokenizer of {options.target.name} cannot be reached: {CHARACTERS_PER_TOKEN} characters are counted as a "
+        "token."
     )
     return numpy.array(lengths, dtype=numpy.int64)
 
 
 def count_drafts(options: RunOptions) -> int:
-    """Drafts that the head can make in a row, as far as its settings say; for a checkpoint that is trained further, its own."""
+    """The drafts that the head can make in a row, by its settings, or by those of the checkpoint `start`."""
     spec = options.head.drafter
     if options.start is not None:
         spec = checkpoint.read_document(checkpoint.resolve(options.start))
@@ -261,9 +270,9 @@ def count_drafts(options: RunOptions) -> int:
 def try_count_run(
     options: RunOptions, sizes: RunSizes, outline: Target, texts: TextLengths, hardware: Hardware
 ) -> plan.RunCount | None:
-    """None for a head that cannot be counted without values; its own refusals come when it is made."""
+    """The counts of a run; None for a head that cannot be counted. Its own refusals come when it is made."""
     try:
-        with torch.random.fork_rng(devices=[]):  # what is counted draws, too
+        with torch.random.fork_rng(devices=[]):  # constructors draw random numbers
             return plan.count_run(options, sizes, outline, texts, hardware)
     except plan.META_ERRORS as error:
         if options.plan:
@@ -281,18 +290,25 @@ def make_drafter(
 
     spec: `head.drafter`, decided
     """
-    count = lambda: choose_draft_vocab(packs, size=vocab_size, num_tokens=target.vocab_size)
-    choose_vocab = lambda: compute_by_main(count, "the draft vocabulary", minutes=options.train.timeout)
+
+    def choose_vocab(old_vocab: Tensor | None = None) -> Tensor | None:
+        return compute_by_main(
+            lambda: choose_draft_vocab(packs, size=vocab_size, num_tokens=target.vocab_size),
+            "the draft vocabulary",
+            minutes=options.train.timeout,
+        )
+
     if options.start is None:
         vocab = choose_vocab()
         with prefix_option_names("head.drafter"):
             return instantiate(spec, target, vocab=vocab), spec
-    new_vocab = None if options.start_vocab == "keep" else lambda before: choose_vocab()
+    new_vocab = None if options.start_vocab == "keep" else choose_vocab
     drafter, start_spec = checkpoint.load_for_training(options.start, target, spec, new_vocab)
     if start_spec["_target_"] != spec["_target_"]:
         raise ValueError(
             f"start={options.start} holds {start_spec['_target_']} and head={spec['_target_']}: give head= "
-            "the family of the checkpoint. Its sizes and vocabulary are then the checkpoint's, the objective is the head's."
+            "the family of the checkpoint. Its sizes and vocabulary are then the checkpoint's, the objective is the "
+            "head's."
         )
     return drafter, start_spec
 
@@ -301,14 +317,13 @@ def make_drafter(
 
 
 def time_steps(options: RunOptions, sizes: RunSizes, packs: Packs, target: Target, device: torch.device) -> Pace:
-    """Takes a few steps with a drafter that is thrown away, and measures them. All processes call this together."""
+    """The pace of a few steps with a drafter that is thrown away. All processes call this together."""
     order = permute_packs(len(packs), options.train.seed)
     size = min(sizes.batch, len(order))
-    rows_of_batches = [
-        [packs[order[(batch_number * size + position) % len(order)]] for position in range(size)]
-        for batch_number in range(TIMED_BATCHES)
-    ]
-    texts = [collate(rows, length=sizes.length, pad_token=0).move_to(device) for rows in rows_of_batches]
+    texts = []
+    for start in range(0, TIMED_BATCHES * size, size):
+        rows = [packs[order[position % len(order)]] for position in range(start, start + size)]
+        texts.append(collate(rows, length=sizes.length, pad_token=0).move_to(device))
     tokens = [int((batch.documents >= 0).sum()) for batch in texts]
     outputs: dict[int, Any] = {}
     # The first batch on a GPU proves and compiles; processes that hold a target together must take the same number

@@ -1,7 +1,8 @@
-"""What a run will read, need and take, before it is begun: `train.py plan=true`, and the refusal of what cannot fit.
+"""Plans of runs: what a run will read, need and take. `train.py plan=true` prints it, and what cannot fit is refused.
 
-Memory is counted on tensors without values (train/prepare/count_tensors.py). The time on this machine follows from a few steps that are taken and
-thrown away (train/prepare/facts.py), on another machine from its figures in conf/machine: a roofline, never measured.
+Memory is counted on tensors without values (train/prepare/count_tensors.py). The time on this machine follows from a
+few steps that are thrown away (train/prepare/facts.py). The time on another machine is a roofline from its figures in
+conf/machine, and was never measured.
 """
 
 import contextlib
@@ -10,12 +11,12 @@ import os
 import pkgutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from specdec.core import fast, files, progress
@@ -31,36 +32,35 @@ from train.prepare.count_tensors import H100_BANDWIDTH, H100_PEAK, Autocast, Ope
 from train.settings.decide import GB, Cost, Hardware, Memory, Pace, RunSizes, TextLengths, find_problems
 from train.settings.options import THIS_MACHINE, MachineOptions, RunConfig, RunOptions
 
-CUDA_CONTEXT_BYTES = 0.8 * GB  # of a GPU, that CUDA and the libraries take
-PRODUCT_SHARE, PASS_TIME_RATIO = (
-    0.65,
-    1.3,
-)  # share of the peak of a target's products; its time with all else, over theirs
-PYTHON_BYTES = 0.55 * GB  # of Python and its libraries, on a CPU
-# Of a CPU: a step and what is read ahead meanwhile, over a step alone (results/47-right-by-default.md)
-READ_AHEAD_RATIO = 1.8
-MUON_STEPS = 5  # steps of Muon
+CUDA_CONTEXT_BYTES = 0.8 * GB  # bytes of a GPU that CUDA and the libraries take
+PRODUCT_SHARE = 0.65  # share of the peak that a target's products reach
+PASS_TIME_RATIO = 1.3  # time of a target's pass over that of its products
+PYTHON_BYTES = 0.55 * GB  # bytes of Python and its libraries on a CPU
+READ_AHEAD_RATIO = (
+    1.8  # memory of a step on a CPU with its read-ahead over that of a step (results/47-right-by-default.md)
+)
+MUON_STEPS = 5  # Newton-Schulz steps of Muon
 QUANTISED_RATIO = 0.3  # bytes of quantised weights over those in 16 bits, where the files are not here
-META_ERRORS = (ValueError, RuntimeError, TypeError)  # what tensors without values may raise
+META_ERRORS = (ValueError, RuntimeError, TypeError)  # errors of operations on tensors without values
 
 
 # Machines
 
 
 def find_hardware(options: RunOptions, device: torch.device, num_processes: int) -> Hardware:
-    """This machine, or the one that is planned for."""
+    """The devices of this machine, or of the machine of a plan. num_processes: processes of this run"""
     machine, cuda = options.machine, device.type == "cuda"
     if machine.name != THIS_MACHINE and not options.plans_other_machine:  # a run is where it is
         machine = MachineOptions(name=machine.name)
     elif machine.name == THIS_MACHINE:
         machine = machine.model_copy(update={"device": None, "num": None})
     kind = machine.device or ("cuda" if cuda else "cpu")
-    own_memory = (
-        torch.cuda.get_device_properties(device).total_memory
-        if cuda
-        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    )
-    memory = machine.memory * GB if machine.memory else own_memory / (1 if cuda else num_processes)
+    if machine.memory:
+        memory = machine.memory * GB
+    elif cuda:
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_processes
     disk = machine.disk * GB if machine.disk else files.count_free_bytes(Path(options.features.folder))
     return Hardware(kind, machine.num or num_processes, memory, disk)
 
@@ -69,7 +69,7 @@ def find_hardware(options: RunOptions, device: torch.device, num_processes: int)
 
 
 def count_target_bytes(options: RunOptions, target: Target, num: int) -> float:
-    """Of a process. target: an outline"""
+    """Bytes of the target in a process. target: outline"""
     weights = {id(value): value.nbytes for value in target.model.parameters()}
     if options.features.urls:
         ends = {id(part.weight): part.weight.nbytes for part in (target.embed, target.lm_head)}
@@ -86,7 +86,7 @@ def count_target_bytes(options: RunOptions, target: Target, num: int) -> float:
 
 @dataclass(frozen=True)
 class RunCount:
-    """drafter: without values; memory: of a process; pace: of a machine with these figures, by a roofline"""
+    """Counts of a run. drafter: outline; memory: bytes of a process; pace: pace of the machine, by a roofline"""
 
     drafter: Head
     memory: Memory
@@ -94,7 +94,7 @@ class RunCount:
 
 
 def count_run(options: RunOptions, sizes: RunSizes, target: Target, texts: TextLengths, hardware: Hardware) -> RunCount:
-    """What a process needs, for heads that leave the target as it is. target: an outline"""
+    """Counts what a process needs, for heads that leave the target as it is. target: outline"""
     machine, tokens = options.machine, sizes.batch * sizes.length
     peak, bandwidth = 1e12 * (machine.flops or 0) or H100_PEAK, GB * (machine.bandwidth or 0) or H100_BANDWIDTH
     drafter = build_outline_drafter(sizes, target)
@@ -117,7 +117,7 @@ def count_run(options: RunOptions, sizes: RunSizes, target: Target, texts: TextL
 
 
 def instantiate(settings: dict, *arguments: Any, **keywords: Any) -> Any:
-    """What `_target_` names, made with the other settings. Raises ValueError for one that it does not have."""
+    """An instance of the class that `_target_` names. Raises ValueError for a setting that its constructor lacks."""
     options = {key: value for key, value in settings.items() if key != "_target_"}
     try:
         return pkgutil.resolve_name(settings["_target_"])(*arguments, **options, **keywords)
@@ -133,12 +133,15 @@ def build_outline_drafter(sizes: RunSizes, target: Target) -> Drafter:
 
 
 def count_optimizer_bytes(drafter: Head, muon: list[nn.Parameter], *, ema: bool) -> float:
-    """Of a drafter's weights, their average, and the optimizer's state. muon: matrices with one number for each, where AdamW has two"""
+    """Bytes of a drafter's weights, their average, and the optimizer's state.
+
+    muon: matrices that Muon trains, with one moment for each weight, where AdamW has two
+    """
     return 4.0 * drafter.num_parameters() * (4 if ema else 3) - 4.0 * sum(value.numel() for value in muon)
 
 
 def count_reading_bytes(target: Target, tokens: int) -> float:
-    """Of the target's own pass over a micro-batch, at most."""
+    """Bytes of the target's own pass over a micro-batch, at most."""
     hidden_width = getattr(target.config, "intermediate_size", None) or 4 * target.width
     return (
         tokens * 2.0 * (8 * target.width + 3 * (max(hidden_width) if isinstance(hidden_width, list) else hidden_width))
@@ -146,7 +149,7 @@ def count_reading_bytes(target: Target, tokens: int) -> float:
 
 
 def estimate_reading_seconds(options: RunOptions, target: Target, drafter: Head, peak: float) -> float:
-    """Of the target's own pass for a token, or of its outputs over the network. peak: FLOP/s"""
+    """Seconds of the target's own pass for a token, or of its outputs over the network. peak: FLOP/s"""
     if options.features.urls:
         return count_bytes_per_token(target, len(drafter.target_layers)) / (GB * (options.machine.network or 1.0))
     experts = find_experts(target.config.to_dict())
@@ -156,7 +159,7 @@ def estimate_reading_seconds(options: RunOptions, target: Target, drafter: Head,
 
 
 def estimate_update_seconds(drafter: Head, muon: list[nn.Parameter], *, peak: float, bandwidth: float) -> float:
-    """Of the optimizer. peak, bandwidth: FLOP/s and bytes/s"""
+    """Seconds of the optimizer's update. peak, bandwidth: FLOP/s and bytes/s"""
     seconds = 28.0 * drafter.num_parameters() / bandwidth
     for low, high in (sorted(matrix.shape) for matrix in muon):
         seconds += MUON_STEPS * (4.0 * low * low * high + 2.0 * low**3) / (0.5 * peak)
@@ -164,12 +167,12 @@ def estimate_update_seconds(drafter: Head, muon: list[nn.Parameter], *, peak: fl
 
 
 def count_bytes_per_token(target: Target, num_layers: int) -> int:
-    """Of so many hidden states and the final one."""
+    """Bytes of a token's hidden states and of its final one. num_layers: hidden states"""
     return (num_layers + 1) * target.width * target.embed.weight.element_size()
 
 
 def count_start_bytes(options: RunOptions, solve_packs: int, drafter: Head, texts: TextLengths) -> float:
-    """Of the closed-form start: the slots that it holds, once as they are read and once in float32, and two square matrices."""
+    """Bytes of the closed-form start: its slots, as they are read and in float32, and two square matrices."""
     if options.start is not None or not isinstance(drafter, Drafter) or not solve_packs or not drafter.solves:
         return 0.0
     width, layers = drafter.target.width, len(drafter.target_layers)
@@ -180,30 +183,25 @@ def count_start_bytes(options: RunOptions, solve_packs: int, drafter: Head, text
 
 
 def count_start_tokens(solve_packs: int, texts: TextLengths, width: int) -> float:
-    """That the closed-form start reads. width: of the target"""
+    """Tokens that the closed-form start reads. width: width of the target"""
     return min(max(START_SLOTS, 6 * width), min(solve_packs, texts.num_packs) * texts.num_tokens / texts.num_packs)
 
 
 def count_step(
     options: RunOptions, sizes: RunSizes, drafter: Drafter, texts: TextLengths, **machine: float
 ) -> OperationCount:
-    """A step of the drafter, from given features, of packs with texts of these lengths, of which 30 % are prompt."""
+    """Counts a step of the drafter, from features. texts: texts of the data, of which 30 % are taken as prompt"""
     length, num = sizes.length, sizes.batch
-    mean_length = max(2, int(texts.lengths.mean())) if len(texts.lengths) else length
-    mean_length = min(mean_length, length)
-    texts_of_pack = [mean_length] * (length // mean_length)
-    rows = [
-        [
-            Row(str(i), "all", [1] * size, [place >= 0.3 * size for place in range(size)])
-            for i, size in enumerate(texts_of_pack)
-        ]
-    ] * num
+    text_length = min(max(2, int(texts.lengths.mean())), length) if len(texts.lengths) else length
+    texts_of_pack = length // text_length
+    mask = [position >= 0.3 * text_length for position in range(text_length)]
+    rows = [Row(str(number), "all", [1] * text_length, mask) for number in range(texts_of_pack)]
     objective: nn.Module = instantiate(options.head.objective, drafter)
-    batch = collate(rows, length=length, pad_token=0).move_to(torch.device("meta"))
-    width = drafter.target.width
-    empty: Callable[[int], Tensor] = lambda w: torch.empty(num, length, w, dtype=torch.bfloat16, device="meta")
-    with OperationCount(texts_of_pack * num, **machine) as count:
-        output = TargetOutput(empty(len(drafter.target_layers) * width), empty(width))
+    batch = collate([rows] * num, length=length, pad_token=0).move_to(torch.device("meta"))
+    width, num_layers = drafter.target.width, len(drafter.target_layers)
+    with OperationCount([text_length] * texts_of_pack * num, **machine) as count:
+        sizes_of_output = [(num, length, layers * width) for layers in (num_layers, 1)]
+        output = TargetOutput(*(torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes_of_output))
         with Autocast() if sizes.precision != "fp32" else contextlib.nullcontext():
             loss = objective(batch, output, compare=False)
         (loss.total / 100).backward()
@@ -222,9 +220,10 @@ def measure_pace(
     *,
     patient: bool,
 ) -> Pace:
-    """The pace of three functions on this device. read, step: take the number of a batch; tokens: of each batch
+    """The pace of three functions on this device. The first batch warms up.
 
-    The first batch warms up. patient: whether all batches are measured; else few where they take longer than ten seconds
+    read, step: functions of the number of a batch; tokens: tokens of each batch; wait: wait for the device
+    patient: whether all batches are measured; else a batch of more than ten seconds is the last
     """
     timings = []
     for number, num in enumerate(tokens):
@@ -241,7 +240,7 @@ def measure_pace(
 
 
 def measure_memory(counted_memory: Memory, device: torch.device) -> Memory:
-    """The most that this process has held after a few steps, in the place of what was counted; the start is left as counted."""
+    """The memory with the most bytes that this process has held for a step. The start stays as it was counted."""
     ratio, overhead = (1.0, CUDA_CONTEXT_BYTES) if device.type == "cuda" else (READ_AHEAD_RATIO, 0.0)
     return replace(counted_memory, step=ratio * max(0.0, overhead + read_peak_memory(device) - counted_memory.fixed))
 
@@ -249,67 +248,71 @@ def measure_memory(counted_memory: Memory, device: torch.device) -> Memory:
 # The plan
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan:
-    """What is printed. problems: why it cannot run, with what to change"""
+    """A printed plan. lines: texts by heading; problems: reasons why the run cannot start, with what to change"""
 
-    lines: list[tuple[str, str]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    lines: dict[str, str]
+    problems: list[str]
 
     def __str__(self) -> str:
-        lines = [f"{name:<9}{text}" for name, text in self.lines]
-        return "\n".join([*lines, *(f"does not fit: {text}" for text in self.problems)])
+        lines = [f"{heading:<9}{text}" for heading, text in self.lines.items()]
+        return "\n".join([*lines, *(f"does not fit: {problem}" for problem in self.problems)])
 
 
 def make_plan(
     config: RunConfig, drafter: Head, texts: TextLengths, hardware: Hardware, memory: Memory, pace: Pace | None
 ) -> Plan:
-    """drafter: of the run, or of an outline; pace: None: not known, as the run does not fit here"""
-    train, plan = config.train, Plan()
+    """The plan of a run. drafter: drafter of the run, or its outline; pace: None where the run does not fit here"""
+    train, features, target = config.train, config.features, drafter.target
     step_tokens = train.batch * train.accumulation * hardware.num_processes * texts.pack_tokens
     tokens = train.steps * step_tokens
-    cached = config.features.mode == "cached"
-    spent = start = 0.0
+    time_taken = "not measured"
     if pace is not None:
-        spent = Cost(pace, texts.num_tokens, hardware.num_processes, cached).count_seconds(tokens, step_tokens)
-        if count_start_bytes(config, config.solve_packs, drafter, texts) and not cached:
-            start = count_start_tokens(config.solve_packs, texts, drafter.target.width) * pace.read
-    describe_duration, engine_condition = (
-        progress.format_duration,
-        " if the engine keeps up" if config.features.urls else "",
-    )
-    time_taken = (
-        f"{describe_duration(spent + start)} of training at {tokens / (spent or 1.0):,.0f} tokens/s{engine_condition}"
-    )
-    time_taken += f", {describe_duration(start)} of them before the first step" if start else ""
+        cost = Cost(pace, texts.num_tokens, hardware.num_processes, cached=features.mode == "cached")
+        time_taken = describe_time(config, drafter, texts, cost, tokens, step_tokens)
     size = drafter.num_parameters()
-    per_token = count_bytes_per_token(drafter.target, len(drafter.target_layers))
-    features = min(tokens, texts.num_tokens) * per_token if cached else 0.0
+    per_token = count_bytes_per_token(target, len(drafter.target_layers))
+    feature_bytes = min(tokens, texts.num_tokens) * per_token if features.mode == "cached" else 0.0
     validations = math.ceil(train.steps / train.validate_every) if train.validate_every else 1
-    disk = features + 2 * 16.0 * size + 2.0 * size * validations
-    sent = tokens * per_token if config.features.urls else 0.0
+    disk = feature_bytes + 2 * 16.0 * size + 2.0 * size * validations
+    sent = f"{tokens * per_token / GB:,.1f} GB from the engine" if features.urls else "none"
     rows = f"{len(texts.lengths):,} rows, in {texts.num_packs:,} packs of {config.data.length:,}"
     parts = f"{train.batch} packs x {train.accumulation} micro-batches x {hardware.num_processes} processes"
     vocab = drafter.vocab_size
-    plan.lines += [
-        ("reads", f"{tokens:,.0f} tokens, {tokens / texts.num_tokens:.2g} times the {texts.num_tokens:,} of {rows}"),
-        ("steps", f"{train.steps:,} of {step_tokens:,.0f} tokens: {parts}"),
-        ("drafter", f"{type(drafter).__name__}, {size / 1e6:.1f} M trained parameters, drafts from {vocab:,} tokens"),
-        ("memory", f"{memory} of {hardware.memory / GB:.1f} GB in each process"),
-        ("time", time_taken if pace else "not measured"),
-        ("disk", f"{disk / GB:.2f} GB ({features / GB:.2f} of features) of {hardware.disk / GB:,.0f} GB that are free"),
-        ("network", f"{sent / GB:,.1f} GB from the engine" if sent else "none"),
-    ]
-    plan.problems += find_problems(config, memory, hardware)
+    lines = {
+        "reads": f"{tokens:,.0f} tokens, {tokens / texts.num_tokens:.2g} times the {texts.num_tokens:,} of {rows}",
+        "steps": f"{train.steps:,} of {step_tokens:,.0f} tokens: {parts}",
+        "drafter": f"{type(drafter).__name__}, {size / 1e6:.1f} M trained parameters, drafts from {vocab:,} tokens",
+        "memory": f"{memory} of {hardware.memory / GB:.1f} GB in each process",
+        "time": time_taken,
+        "disk": f"{disk / GB:.2f} GB ({feature_bytes / GB:.2f} of features) of {hardware.disk / GB:,.0f} GB that are "
+        "free",
+        "network": sent,
+    }
+    problems = find_problems(config, memory, hardware)
     if disk > hardware.disk:
-        plan.problems.append(
+        problems.append(
             f"{disk / GB:.1f} GB are written and {hardware.disk / GB:.1f} GB are free: use features.mode=online."
         )
-    return plan
+    return Plan(lines, problems)
+
+
+def describe_time(
+    config: RunConfig, drafter: Head, texts: TextLengths, cost: Cost, tokens: float, step_tokens: float
+) -> str:
+    """The time of a run, with its closed-form start. tokens, step_tokens: tokens of the run and of a step"""
+    spent, start = cost.count_seconds(tokens, step_tokens), 0.0
+    if count_start_bytes(config, config.solve_packs, drafter, texts) and not cost.cached:
+        start = count_start_tokens(config.solve_packs, texts, drafter.target.width) * cost.pace.read
+    total = progress.format_duration(spent + start)
+    condition = " if the engine keeps up" if config.features.urls else ""
+    before = f", {progress.format_duration(start)} of them before the first step" if start else ""
+    return f"{total} of training at {tokens / (spent or 1.0):,.0f} tokens/s{condition}{before}"
 
 
 def read_target_config(options: RunOptions) -> PreTrainedConfig:
-    """The target's config.json, or what conf/target has of it where a plan for another machine cannot reach it."""
+    """The target's config.json, or its outline in conf/target where a plan for another machine cannot reach it."""
     target_options = options.target
     outline = dict(target_options.outline or {})
     if (
@@ -324,7 +327,7 @@ def read_target_config(options: RunOptions) -> PreTrainedConfig:
 
 
 def make_outline(options: RunOptions, config: PreTrainedConfig, dtype: str) -> Target | None:
-    """The shapes of the target. None for families whose shapes cannot be told without values: these are not counted."""
+    """The target's shapes; None for families whose shapes depend on values, which are not counted."""
     dtype = "float32" if dtype == "float32" else "bfloat16"
     if options.target.trust_remote_code:  # whose code runs once, when the target is loaded
         return None
@@ -337,6 +340,7 @@ def make_outline(options: RunOptions, config: PreTrainedConfig, dtype: str) -> T
 def describe_plan(config: RunConfig, path: Path, hardware: Hardware) -> str:
     machine, target, where = config.machine, config.target, "this machine"
     if machine.name != THIS_MACHINE:
-        where = f"{machine.name}: {hardware.num_processes} x {machine.memory:g} GB, from data sheets and a roofline, not measured"
+        devices = f"{hardware.num_processes} x {machine.memory:g} GB"
+        where = f"{machine.name}: {devices}, from data sheets and a roofline, not measured"
     tried = "" if target.tried or not target.outline else f"; {target.name} was never run by this project"
     return f"plan for {path} on {where}{tried}"

@@ -1,7 +1,7 @@
-"""Decides what a run leaves to `auto`, by device, target and data. docs/defaults.md has the rules, and where each one comes from.
+"""Decides the options that a run leaves to `auto`, by device, target and data. docs/defaults.md has rules and sources.
 
-A value that the user gives is never changed. What was decided is in config.yaml, from which a resumed run takes it, so it is the same
-run on a faster machine too.
+A value that the user gives is never changed. config.yaml keeps the decisions. A resumed run takes them from there, so
+it is the same run on another machine.
 """
 
 import math
@@ -13,33 +13,33 @@ from numpy import ndarray
 
 from specdec.core.option_types import format_value, read_options
 from specdec.core.precision import AUTO, DtypeChoice
-from specdec.options.config_files import flatten
-from train.settings.options import NORM_OPTIONS, RunConfig, RunOptions, fill_document
+from specdec.options.config_files import fill, flatten
+from train.settings.options import NORM_OPTIONS, RunConfig, RunOptions
 
-UNCUT_SHARE = 0.995  # of the rows, that are not cut
+UNCUT_SHARE = 0.995  # share of the rows that a pack must hold whole
 MIN_LENGTH, MAX_LENGTH = {"cpu": 512, "cuda": 2048}, {"cpu": 4096, "cuda": 16384}  # tokens of a pack
-LENGTH_MULTIPLE = 64  # tokens, that a length is a multiple of
-GPU_BATCH_TOKENS = 8192  # tokens of a micro-batch on a GPU (docs/gpu.md)
-CPU_BATCH_TOKENS = 1024  # tokens of a micro-batch on a CPU, above which nothing is won
-AIMED_STEPS = 1000  # towards which the tokens of a step are chosen
+LENGTH_MULTIPLE = 64  # tokens: lengths of packs are rounded up to a multiple
+GPU_BATCH_TOKENS = 8192  # tokens of a micro-batch on a GPU, at most (docs/gpu.md)
+CPU_BATCH_TOKENS = 1024  # tokens of a micro-batch on a CPU, at most: larger ones are no faster
+AIMED_STEPS = 1000  # steps of a run, as long as STEP_TOKEN_BOUNDS allow it
 STEP_TOKEN_BOUNDS = (512, 32768)  # tokens of a step, at least and at most
-PASS_TO_UPDATE_RATIO = 4.0  # times as long as the optimizer's work, that the rest of a step is to take
-MAX_UPDATE_TOKENS = 2048  # tokens of a step, that this may ask for
-MAX_EPOCHS = 4  # beyond which reading the same texts again brings little (2305.16264)
-ENOUGH_TOKENS = 1e9  # tokens, that published heads read at least; more data are read once
-CPU_HOURS = 1.0
+PASS_TO_UPDATE_RATIO = 4.0  # time of a step's passes over that of its update, at least
+MAX_UPDATE_TOKENS = 2048  # tokens of a step that PASS_TO_UPDATE_RATIO may demand, at most
+MAX_EPOCHS = 4  # reading the same texts more often brings little (2305.16264)
+ENOUGH_TOKENS = 1e9  # tokens that published heads read, at least: more data are read once
+CPU_HOURS = 1.0  # hours of a run on a CPU whose length nobody gives
 LONG_RUN_TOKENS = (
-    0.7e6  # tokens, from which norms are worth more than a closed-form start (results/47-right-by-default.md)
+    0.7e6  # tokens above which norms are worth more than a closed-form start (results/47-right-by-default.md)
 )
-COVERED_SHARE = 0.985  # share of the answers' tokens that can be drafted
-VOCABULARY_BOUNDS = (8192, 32768)  # bounds of a draft vocabulary
+COVERED_SHARE = 0.985  # share of the answers' tokens that a draft vocabulary covers
+VOCABULARY_BOUNDS = (8192, 32768)  # tokens of a draft vocabulary, at least and at most
 DISK_SHARE = 0.25  # share of the free disk that features may take
-VALIDATION_SECONDS = 600.0  # seconds between two validations
-VALIDATION_BOUNDS = (4, 20)  # in a run, at least and at most
-SHORT_RUN_STEPS = 50  # steps that are given, below which the speed of this device is not measured
+VALIDATION_SECONDS = 600.0  # seconds of training between two validations
+VALIDATION_BOUNDS = (4, 20)  # validations of a run, at least and at most
+SHORT_RUN_STEPS = 50  # steps below which the speed of the device is not measured
 GB = 1e9
-MEMORY_SHARE = 0.92  # of a device's memory that may be planned for: the rest is lost between tensors of other sizes
-PRECISION_BY_DTYPE = {"bfloat16": "bf16", "float32": "fp32"}  # of training, by the dtype that a device computes in
+MEMORY_SHARE = 0.92  # share of a device's memory that may be planned: the allocator loses the rest between tensors
+PRECISION_BY_DTYPE = {"bfloat16": "bf16", "float32": "fp32"}  # precision of training by dtype of the device
 
 
 # Facts
@@ -47,7 +47,7 @@ PRECISION_BY_DTYPE = {"bfloat16": "bf16", "float32": "fp32"}  # of training, by 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Where a run trains. device: cpu or cuda; num: processes; memory, disk: bytes of a device, and that are free"""
+    """The devices of a run. device: cpu or cuda; memory: bytes of a device; disk: free bytes"""
 
     device: str
     num_processes: int
@@ -57,17 +57,17 @@ class Hardware:
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a target can read, and what its head can draft."""
+    """Limits of a target and of its head."""
 
     vocab_size: int
-    max_positions: int | None  # tokens of a text; None: any number
+    max_positions: int | None  # tokens of a text, at most; None: no limit
     packed: bool  # whether rows share a pack
-    max_drafts: int  # in a row
+    max_drafts: int  # drafts of the head in a row
 
 
 @dataclass(frozen=True)
 class TextLengths:
-    """The data in packs. lengths: tokens of each row, cut; counts: how often each token is supervised, as far as is known"""
+    """The data in packs. lengths: tokens of each row, cut; counts: how often each token is supervised, if known"""
 
     lengths: ndarray
     num_packs: int
@@ -75,18 +75,18 @@ class TextLengths:
 
     @property
     def num_tokens(self) -> int:
-        """Without padding."""
+        """Tokens of all rows, without padding."""
         return int(self.lengths.sum())
 
     @property
     def pack_tokens(self) -> float:
-        """Of a pack, on average."""
+        """Tokens of a pack, on average."""
         return self.num_tokens / self.num_packs
 
 
 @dataclass(frozen=True)
 class RunSizes:
-    """What the memory and the speed of a run depend on, of what is decided. drafter: `head.drafter`"""
+    """The decisions on which memory and speed of a run depend. drafter: `head.drafter`"""
 
     precision: str
     length: int
@@ -101,14 +101,14 @@ class Memory:
     """Bytes of one process."""
 
     target: float
-    drafter: float  # its weights, and the optimizer's state
-    step: float  # gradients and what the backward pass needs
-    start: float  # the closed-form start, before the first step
+    drafter: float  # bytes of its weights and of the optimizer's state
+    step: float  # bytes of gradients and of tensors for the backward pass
+    start: float  # bytes of the closed-form start, before the first step
     overhead: float = 0.0
 
     @property
     def fixed(self) -> float:
-        """What no shorter pack makes smaller."""
+        """Bytes that no shorter pack saves."""
         return self.overhead + self.target + self.drafter
 
     @property
@@ -131,7 +131,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds on a device. read: of the target, for a token; step: of training, for a token; update: of the optimizer, for a step"""
+    """Seconds on a device. read: target, for a token; step: training, for a token; update: optimizer, for a step"""
 
     read: float = 0.0
     step: float = 0.0
@@ -139,7 +139,7 @@ class Pace:
 
 
 class Facts(Protocol):
-    """What decisions are made by."""
+    """The facts on which decisions rest."""
 
     hardware: Hardware
 
@@ -148,22 +148,22 @@ class Facts(Protocol):
         """Tokens of each row, [R]"""
 
     def choose_dtype(self) -> DtypeChoice:
-        """What the device computes in."""
+        """The dtype that the device computes in, and the reason."""
 
     def read_target(self, dtype: str) -> TargetFacts:
-        """dtype: of its weights"""
+        """Limits of the target. dtype: dtype of its weights"""
 
     def pack_rows(self, length: int) -> TextLengths:
-        """Raises ValueError for a length that the target cannot read."""
+        """The data in packs of this length. Raises ValueError for a length that the target cannot read."""
 
     def count_memory(self, sizes: RunSizes) -> Memory | None:
-        """None for heads and targets that cannot be counted."""
+        """Bytes of one process; None for heads and targets that cannot be counted."""
 
     def count_features(self) -> int:
-        """Bytes of the target's outputs for a token, as far as the head reads them."""
+        """Bytes of the target's outputs that the head reads for a token."""
 
     def measure_pace(self, sizes: RunSizes) -> Pace:
-        """Of this device, or of the machine that is planned for."""
+        """The pace of this device, or of the machine of a plan."""
 
 
 # Decisions
@@ -171,9 +171,9 @@ class Facts(Protocol):
 
 @dataclass(frozen=True)
 class Decision:
-    """reason: is printed with it; empty: nothing is"""
+    """The value of an option. reason: words that are printed with it; empty: nothing is printed"""
 
-    name: str  # of the option
+    name: str
     value: Any
     reason: str
 
@@ -188,7 +188,7 @@ class Decided:
 
 
 def decide(options: RunOptions, facts: Facts) -> Decided:
-    """All options that are auto, in the order in which they depend on one another. Raises ValueError for a run that cannot fit."""
+    """Decides all options that are auto, in the order of their dependence. Raises ValueError if the run cannot fit."""
     precision = decide_precision(options, facts)
     target = facts.read_target(precision[1].value)
     length = decide_length(options, facts.hardware, facts.row_lengths, target)
@@ -203,8 +203,8 @@ def decide(options: RunOptions, facts: Facts) -> Decided:
 
 
 def apply_decisions(options: RunOptions, decisions: list[Decision]) -> dict:
-    """The options as a document, with these decisions."""
-    return fill_document(options.document(), {decision.name: decision.value for decision in decisions})
+    """The options as a document, with these decisions in place of auto."""
+    return fill(options.document(), {decision.name: decision.value for decision in decisions})
 
 
 def choose_value(options: RunOptions, name: str, value: Any, reason: str = "") -> Decision:
@@ -214,7 +214,7 @@ def choose_value(options: RunOptions, name: str, value: Any, reason: str = "") -
 
 
 def decide_precision(options: RunOptions, facts: Facts) -> list[Decision]:
-    """What is computed in: of training, and of the target."""
+    """The precision of training, and the target's dtype."""
     is_open = AUTO in (options.precision, options.target.dtype)
     choice = facts.choose_dtype() if is_open else DtypeChoice("float32", "")
     return [
@@ -224,7 +224,7 @@ def decide_precision(options: RunOptions, facts: Facts) -> list[Decision]:
 
 
 def decide_length(options: RunOptions, hardware: Hardware, lengths: ndarray, target: TargetFacts) -> Decision:
-    """Tokens of a pack. lengths: tokens of each row"""
+    """The tokens of a pack. lengths [R]: tokens of each row"""
     on_gpu = hardware.device == "cuda"
     shortest, upper = MIN_LENGTH[hardware.device], MAX_LENGTH[hardware.device]
     quantile = int(numpy.quantile(lengths, UNCUT_SHARE, method="higher")) if len(lengths) else shortest
@@ -251,11 +251,11 @@ def describe_device(hardware: Hardware) -> str:
 
 
 def decide_validation(options: RunOptions, hardware: Hardware, max_drafts: int) -> list[Decision]:
-    """How the drafter is judged."""
+    """Drafts, prompts and tokens of a validation."""
     reason = f"on {describe_device(hardware)}"
     drafts, num_prompts, tokens = (4, 64, 256) if hardware.device == "cuda" else (2, 8, 48)
     if hardware.device == "cuda" and getattr(options.head.drafter_class, "context_kind", None) == "block":
-        drafts = max_drafts  # of one pass
+        drafts = max_drafts  # a block's drafts come from one pass
     return [
         choose_value(options, "decode.depth", min(max_drafts, drafts), f"drafts of a round in validations {reason}"),
         choose_value(options, "validation.num_prompts", num_prompts, reason),
@@ -266,9 +266,9 @@ def decide_validation(options: RunOptions, hardware: Hardware, max_drafts: int) 
 def fit_memory(
     options: RunOptions, facts: Facts, target: TargetFacts, precision: str, length: Decision
 ) -> tuple[TextLengths, RunSizes, list[Decision]]:
-    """Packs and what is in memory at once: first the batch, then the length is halved while the run is too large.
+    """Decides length, vocabulary and batch. Batch, then length, are halved while the run is too large for the memory.
 
-    -> the packs, what the memory depends on, and what was decided. Raises ValueError if the run cannot fit.
+    -> packs, sizes, decisions. Raises ValueError if the run cannot fit.
     """
     texts = facts.pack_rows(length.value)
     vocabulary = decide_vocabulary(options, texts, target.vocab_size)
@@ -298,7 +298,7 @@ def fit_memory(
 
 
 def halve_sizes(options: RunOptions, memory: Memory, hardware: Hardware, sizes: RunSizes) -> Decision | None:
-    """Half of what is in memory at once; None if nothing that is auto would help."""
+    """Half the batch or half the length; None if neither is auto or neither would help."""
     reason = f"{memory} were too much for {hardware.memory / GB:.1f} GB"
     if memory.starts_too_large(hardware) or memory.fixed > MEMORY_SHARE * hardware.memory:
         return None
@@ -310,13 +310,14 @@ def halve_sizes(options: RunOptions, memory: Memory, hardware: Hardware, sizes: 
 
 
 def find_problems(options: RunOptions, memory: Memory, hardware: Hardware) -> list[str]:
-    """Why a run does not fit into the memory, and what to change; empty if it does."""
+    """Reasons why a run does not fit into the memory, with what to change; empty if it fits."""
     if memory.fits(hardware):
         return []
     if memory.starts_too_large(hardware):
         return [
-            f"the closed-form start needs {(memory.overhead + memory.target + memory.start) / GB:.1f} GB in a process that has "
-            f"{hardware.memory / GB:.1f} GB: lower solve_packs={options.solve_packs}, or set it to 0 for random weights."
+            f"the closed-form start needs {(memory.overhead + memory.target + memory.start) / GB:.1f} GB in a process "
+            f"that has {hardware.memory / GB:.1f} GB: lower solve_packs={options.solve_packs}, or set it to 0 for "
+            "random weights."
         ]
     need = f"a process needs {memory} and has {hardware.memory / GB:.1f} GB: "
     if memory.target > 0.8 * MEMORY_SHARE * hardware.memory:
@@ -328,7 +329,7 @@ def find_problems(options: RunOptions, memory: Memory, hardware: Hardware) -> li
 
 
 def decide_vocabulary(options: RunOptions, texts: TextLengths, num_tokens: int) -> Decision:
-    """The size of the draft vocabulary. num_tokens: of the target"""
+    """The size of the draft vocabulary; None: all tokens. num_tokens: tokens of the target"""
     sorted_counts = numpy.sort(texts.counts)[::-1]
     shares = sorted_counts.cumsum() / max(1, sorted_counts.sum())
     num_covering = int(numpy.searchsorted(shares, COVERED_SHARE)) + 1
@@ -341,7 +342,8 @@ def decide_vocabulary(options: RunOptions, texts: TextLengths, num_tokens: int) 
     else:
         share = shares[min(size, len(shares)) - 1]
         value = size
-        reason = f"{num_covering:,} tokens cover {COVERED_SHARE:.1%} of the answers, these {share:.1%}; from {lower:,} to {upper:,}"
+        covering = f"{num_covering:,} tokens cover {COVERED_SHARE:.1%} of the answers, these {share:.1%}"
+        reason = f"{covering}; from {lower:,} to {upper:,}"
     if options.start is not None and options.start_vocab == "keep":
         reason = ""
     return choose_value(options, "head.vocab_size", value, reason)
@@ -350,7 +352,7 @@ def decide_vocabulary(options: RunOptions, texts: TextLengths, num_tokens: int) 
 def decide_features(
     options: RunOptions, hardware: Hardware, texts: TextLengths, batch: int, *, bytes_per_token: int
 ) -> Decision:
-    """Where the target's outputs come from: a GPU computes them anew, as reading them from a disk would be slower."""
+    """The source of the target's outputs. A GPU computes them anew, because reading them from a disk is slower."""
     size = texts.num_tokens * bytes_per_token
     fits = size <= DISK_SHARE * hardware.disk
     reads_again = count_tokens_to_read(options, texts, batch) > 1.2 * texts.num_tokens
@@ -367,22 +369,27 @@ def decide_features(
     return choose_value(options, "features.mode", mode, reason)
 
 
-def decide_start(options: RunOptions, tokens: float) -> list[Decision]:
-    """Whether a head begins with a closed-form start, or with norms that such a start does not go with. tokens: to be read"""
-    values = {name: options.head.drafter[name] for name in NORM_OPTIONS if name in options.head.drafter}
-    users_values = [value for value in values.values() if value != AUTO]
-    norms, reason = any(users_values), ""
-    if values and not users_values and options.solve_packs in (AUTO, 0) and tokens > LONG_RUN_TOKENS:
-        norms, reason = True, f"{tokens / 1e6:.2g} M tokens to read, more than {LONG_RUN_TOKENS / 1e6:g} M"
+def decide_norms(options: RunOptions, names: list[str], tokens: float) -> tuple[bool, str]:
+    """Whether the head has norms, and the reason. names: norms that its class has; tokens: tokens to read"""
     if options.start is not None:
-        norms, reason = False, ""
-    decisions = [choose_value(options, f"head.drafter.{name}", norms, reason) for name in values]
+        return False, ""
+    values = [options.head.drafter[name] for name in names]
+    if set(values) != {AUTO} or options.solve_packs not in (AUTO, 0) or tokens <= LONG_RUN_TOKENS:
+        return True in values, ""
+    return True, f"{tokens / 1e6:.2g} M tokens to read, more than {LONG_RUN_TOKENS / 1e6:g} M"
+
+
+def decide_start(options: RunOptions, tokens: float) -> list[Decision]:
+    """Whether a head has a closed-form start, or norms, which do not go with such a start. tokens: tokens to read"""
+    names = [name for name in NORM_OPTIONS if name in options.head.drafter]
+    norms, reason = decide_norms(options, names, tokens)
+    decisions = [choose_value(options, f"head.drafter.{name}", norms, reason) for name in names]
     solved = choose_value(options, "solve_packs", 0 if norms else 200, "random weights, with norms" if norms else "")
     return [*decisions, solved]
 
 
 def decide_batch(options: RunOptions, hardware: Hardware, texts: TextLengths, length: int) -> Decision:
-    """Packs that are in memory at once."""
+    """The packs of a micro-batch."""
     upper = max(1, (GPU_BATCH_TOKENS if hardware.device == "cuda" else CPU_BATCH_TOKENS) // length)
     accumulation = options.train.accumulation
     times = 1 if isinstance(accumulation, str) else accumulation
@@ -397,7 +404,7 @@ def decide_batch(options: RunOptions, hardware: Hardware, texts: TextLengths, le
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of training. text_tokens: of the data; num: processes; cached: whether the target reads each text once"""
+    """The seconds of training. text_tokens: tokens of the data; cached: whether the target reads each text once"""
 
     pace: Pace
     text_tokens: int
@@ -405,14 +412,14 @@ class Cost:
     cached: bool
 
     def count_seconds(self, tokens: float, step_tokens: float) -> float:
-        """Of a run that reads so many tokens."""
+        """Seconds of a run. tokens, step_tokens: tokens of the run and of a step"""
         read = min(tokens, self.text_tokens) if self.cached else tokens
         return (
             read * self.pace.read + tokens * self.pace.step
         ) / self.num_processes + tokens / step_tokens * self.pace.update
 
     def find_affordable_share(self, tokens: float, step_tokens: float, limit: float) -> float:
-        """The largest share of the tokens that takes no longer than `limit` seconds."""
+        """The largest share of the tokens that takes at most `limit` seconds, by bisection."""
         low, high = 0.0, 1.0
         for _ in range(40):
             middle = (low + high) / 2
@@ -424,13 +431,13 @@ class Cost:
 
 
 def aim_step_tokens(options: RunOptions, tokens: float, lower: float = STEP_TOKEN_BOUNDS[0]) -> float:
-    """Tokens of a step, of a run that reads so many. least: at least"""
+    """The tokens of a step. tokens: tokens of the run; lower: tokens of a step, at least"""
     steps = options.train.steps
     return min(max(lower, tokens / (AIMED_STEPS if isinstance(steps, str) else steps)), STEP_TOKEN_BOUNDS[1])
 
 
 def count_tokens_to_read(options: RunOptions, texts: TextLengths, batch: int) -> float:
-    """Tokens to read without regard to time. batch: where it is auto"""
+    """The tokens to read without a limit of time. batch: packs of a micro-batch where it is auto"""
     train = options.train
     if isinstance(train.steps, str):
         return train.tokens or count_epochs(options, texts) * texts.num_tokens
@@ -440,7 +447,7 @@ def count_tokens_to_read(options: RunOptions, texts: TextLengths, batch: int) ->
 
 
 def count_epochs(options: RunOptions, texts: TextLengths) -> float:
-    """How often the data is read."""
+    """The times that the data is read."""
     epochs = options.train.epochs
     return min(MAX_EPOCHS, max(1.0, ENOUGH_TOKENS / texts.num_tokens)) if isinstance(epochs, str) else epochs
 
@@ -455,7 +462,7 @@ def needs_pace(options: RunOptions) -> bool:
 def decide_steps(
     options: RunOptions, hardware: Hardware, texts: TextLengths, cost: Cost, batch: int
 ) -> tuple[list[Decision], float]:
-    """Steps, what is in them, and validations. -> also the tokens that all steps read"""
+    """Decides epochs, hours, accumulation, steps and validations. -> decisions, and the tokens that all steps read"""
     train, is_open = options.train, isinstance(options.train.steps, str)
     tokens_to_read, pack_tokens = (
         count_tokens_to_read(options, texts, batch),
@@ -492,7 +499,7 @@ def decide_steps(
 
 
 def count_min_step_tokens(pace: Pace, num_processes: int) -> float:
-    """Tokens of a step, at least: the optimizer's own work is to be a small part of it. num: processes"""
+    """The tokens of a step, at least, for which the optimizer's update is a small part of the step."""
     return max(
         STEP_TOKEN_BOUNDS[0],
         min(PASS_TO_UPDATE_RATIO * pace.update * num_processes / max(1e-9, pace.read + pace.step), MAX_UPDATE_TOKENS),
@@ -508,7 +515,7 @@ def decide_hours(options: RunOptions, hardware: Hardware) -> Decision:
 
 
 def decide_validations(options: RunOptions, steps: int, seconds: float) -> Decision:
-    """Steps between two validations. seconds: of training"""
+    """The steps between two validations. seconds: seconds of training"""
     lower, upper = VALIDATION_BOUNDS
     every = math.ceil(steps / min(max(lower, round(seconds / VALIDATION_SECONDS)), upper))
     reason = f"{math.ceil(steps / every)} validations"
@@ -520,11 +527,13 @@ def decide_validations(options: RunOptions, steps: int, seconds: float) -> Decis
 def limit_tokens(
     options: RunOptions, cost: Cost, tokens_to_read: float, pack_tokens: float, lower: float, *, seconds: float
 ) -> float:
-    """As many of the tokens as the time allows. pack_tokens: of a micro-batch of all processes; least: of a step"""
+    """The tokens that the time allows.
+
+    pack_tokens: tokens of a micro-batch of all processes; lower: tokens of a step, at least; seconds: limit of the time
+    """
     accumulation = options.train.accumulation
     fixed_step_tokens = None if isinstance(accumulation, str) else accumulation * pack_tokens
-    tokens = tokens_to_read
-    step_tokens = fixed_step_tokens or max(pack_tokens, aim_step_tokens(options, tokens, lower))
+    step_tokens = fixed_step_tokens or max(pack_tokens, aim_step_tokens(options, tokens_to_read, lower))
     if cost.count_seconds(tokens_to_read, step_tokens) <= seconds:
         return tokens_to_read
     tokens = tokens_to_read * cost.find_affordable_share(tokens_to_read, step_tokens, seconds)

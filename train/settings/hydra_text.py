@@ -1,4 +1,4 @@
-"""Users' text on its way to Hydra and OmegaConf, whose grammars are not to see it: a value stays as it is written."""
+"""Quotes users' texts for Hydra and OmegaConf, so that a value stays as it is written."""
 
 import os
 import re
@@ -17,13 +17,13 @@ from specdec.core import extensions
 from specdec.core.option_types import LISTS, check_value, format_value, list_fields, list_kinds
 from train.settings.options import RunOptions, read_run
 
-FIELDS = list_fields(RunOptions)  # those of a head's class are not among them: Hydra reads a text there
+FIELDS = list_fields(RunOptions)  # without the options of a head's class, where Hydra reads a text
 COLLECTIONS = {*LISTS, dict}  # types of several values
-MAX_NAME_LENGTH = 120  # characters of a target in the name of a run
+MAX_NAME_LENGTH = 120  # characters of a target in the name of a run, at most
 
 
 def make_target_name(name: object) -> str:
-    """A target, in the name of a run: the last part of its own name. Qwen/Qwen3-8B and models/Qwen3-8B/ give Qwen3-8B."""
+    """The last part of a target's name, for the name of a run. Qwen/Qwen3-8B and models/Qwen3-8B/ give Qwen3-8B."""
     path = Path(str(name))
     last = path.name if path.name not in ("", "..") else path.resolve().name
     return re.sub(r"[^\w.+-]+", "-", last).strip("-")[:MAX_NAME_LENGTH] or "target"
@@ -39,7 +39,7 @@ def make_search_path() -> str:
 
 
 def expand_plan(arguments: list[str]) -> list[str]:
-    """plan=MACHINE is short for machine=MACHINE plan=true."""
+    """The arguments with machine=MACHINE plan=true in place of plan=MACHINE."""
     found = []
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -49,19 +49,20 @@ def expand_plan(arguments: list[str]) -> list[str]:
 
 
 def quote_text(text: str) -> str:
-    """As Hydra reads it back as this text, and OmegaConf too: ${..} in it stays as it is written."""
+    """The text in quotes, so that Hydra and OmegaConf read it back as it is written, with each ${..}."""
     return QuotedString(re.sub(r"(\\*)\$\{", r"\1\1\\${", text), Quote.single).with_quotes()
 
 
 def quote_arguments(arguments: list[str], *, multirun: bool = False) -> list[str]:
-    """Arguments of train.py for Hydra: a value of an option that is a text is quoted where Hydra would read something else, or
-    nothing. Numbers, lists, dicts, null and what is quoted already are Hydra's. multirun: whether a comma list is swept
+    """Arguments of train.py for Hydra. A text is quoted where Hydra would read something else, or nothing.
+
+    Numbers, lists, dicts, null and quoted texts are left alone. multirun: whether a comma list is swept
     """
     return [each if multirun and _is_swept(each) else _quote_argument(each) for each in arguments]
 
 
 def read_composed(composed: DictConfig) -> RunOptions:
-    """The options of a run, as Hydra has composed them. Raises ValueError, naming the option, for what cannot be used."""
+    """The options of a run that Hydra has composed. Raises ValueError, which names the option, for a wrong value."""
     try:
         values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -70,7 +71,7 @@ def read_composed(composed: DictConfig) -> RunOptions:
 
 
 def check_options(texts: dict[str, str], prefix: str) -> None:
-    """Raises ValueError for an option of train.py, as it is written, that is not what it may be. prefix: of its name in the message"""
+    """Raises ValueError for a wrong value of train.py. texts: values by option; prefix: of names in the message"""
     for key, value in texts.items():
         field, parsed = FIELDS.get(key), _parse(_quote_argument(f"{key}={value}"))
         if field is not None and parsed is not None and not parsed.is_sweep_override() and "${" not in value:
@@ -91,7 +92,7 @@ def _quote_argument(argument: str) -> str:
 
 
 def _write_text(value: str, parsed: Override | None, kinds: set[Any]) -> str:
-    """A value of an option that may be a text. parsed: as Hydra reads it; kinds: what else the option may be"""
+    """The value of an option that may be a text. parsed: Hydra's reading; kinds: types of the option"""
     if os.path.exists(value):
         return quote_text(value)
     if parsed is not None and parsed.is_sweep_override():
@@ -111,14 +112,14 @@ def _is_swept(argument: str) -> bool:
 
 
 def _is_allowed(value: Any, kinds: set[Any]) -> bool:
-    """Whether a value that is no plain text is one that the option may have."""
+    """Whether the option may have a value that is no plain text. kinds: types of the option"""
     if value is None:
         return NoneType in kinds
     return isinstance(value, QuotedString) or (isinstance(value, list | dict) and bool(kinds & COLLECTIONS))
 
 
 def _parse(argument: str) -> Override | None:
-    """None for what Hydra's grammar does not have."""
+    """Hydra's reading of an argument; None if its grammar lacks it."""
     try:
         return OverridesParser.create().parse_override(argument)
     except HydraException:
@@ -126,12 +127,14 @@ def _parse(argument: str) -> Override | None:
 
 
 def _rewrite_value(value: str) -> str:
-    """A value that Hydra's grammar does not have: a list in YAML's form with quoted texts, else one text. A dict with such keys stays a
-    text, which `read_weights` takes apart."""
+    """A value that Hydra's grammar lacks, rewritten: a YAML list with quoted texts, else one quoted text.
+
+    A dict with such keys becomes a text, too, which `read_weights` takes apart.
+    """
     if value.startswith("["):
         try:
             read = yaml.safe_load(value)
-        except yaml.YAMLError:  # such as {, which has a meaning there
+        except yaml.YAMLError:  # such as {, which means something in YAML
             read = [each.strip() for each in value[1:-1].split(",")] if value.endswith("]") else None
         if isinstance(read, list) and not any(isinstance(each, list | dict) for each in read):
             return (

@@ -1,7 +1,8 @@
 """Hydra's multirun: python train.py -m head=eagle3,mtp optimizer.lr=1e-3,2e-3
 
-Each job is a process of train.py with its overrides and a run folder of its own, so that accelerate's state is fresh. A repeated
-sweep skips finished jobs and resumes interrupted ones. A job returns its best tau, which Hydra's sweepers maximise.
+Each job is a process of train.py with its overrides and a run folder of its own, so that accelerate's state is fresh.
+A repeated sweep skips finished jobs and resumes interrupted ones. A job returns its best tau, which Hydra's sweepers
+maximise.
 """
 
 import math
@@ -17,7 +18,7 @@ from specdec import checkpoint
 from specdec.options import config_files
 
 FLAGS = ("-m", "--multirun")
-OPTIONS_IN_NAME = ("head", "target")  # options that the default name of a run holds
+OPTIONS_IN_NAME = ("head", "target")  # options in the default name of a run
 LAUNCHER_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # a variable that accelerate's launcher always sets
 STOPPED_STATUS = 130  # exit status after Ctrl-C
 
@@ -46,7 +47,7 @@ def name_run(run: str, swept: Sequence[str], *, is_default: bool) -> str:
 
 @dataclass
 class Multirun:
-    """arguments: of the command line; runs, failed: names of the folders of jobs that have ended"""
+    """The jobs of a sweep. arguments: words of the command line; runs, failed: folders of finished and failed jobs"""
 
     arguments: Sequence[str]
     runs: list[str] = field(default_factory=list)
@@ -74,7 +75,7 @@ class Multirun:
         return read_tau(Path("checkpoints") / name)
 
     def describe_end(self) -> str:
-        """The command that compares the jobs' heads."""
+        """The command that compares the jobs' heads, and the names of failed jobs."""
         folders = ",".join(f"checkpoints/{name}" for name in dict.fromkeys(self.runs))
         lines = [f"specdec evaluate checkpoint={folders}"] if folders else []
         lines += [f"Failed, and tried again by the same command: {', '.join(self.failed)}"] if self.failed else []

@@ -1,7 +1,5 @@
 """All options of a run: one frozen model of conf/train.yaml, checked once, before anything is loaded."""
 
-import copy
-import functools
 import math
 import os
 import pkgutil
@@ -42,13 +40,13 @@ from specdec.core.option_types import (
 from specdec.core.precision import AUTO
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Head
-from specdec.options.config_files import flatten
+from specdec.options.config_files import fill, flatten
 from specdec.proposers.growth import Children
 from specdec.text.messages import check_template
 
-THIS_MACHINE = "here"  # conf/machine, of the machine that train.py runs on
-NORM_OPTIONS = ("norm_features", "norm_output")  # options of a head's class that a run decides, too
-Weights = Annotated[dict, Field(min_length=1)]  # of sources
+THIS_MACHINE = "here"  # name of the machine that train.py runs on, in conf/machine
+NORM_OPTIONS = ("norm_features", "norm_output")  # options of a head's class that a run decides
+Weights = Annotated[dict, Field(min_length=1)]  # weights of the sources by name
 
 
 class RunTargetOptions(Options):
@@ -60,8 +58,8 @@ class RunTargetOptions(Options):
     device: Annotated[Text | None, FREE]
     shard: Annotated[bool, FREE]
     trust_remote_code: Annotated[bool, FREE]
-    tried: Annotated[Text | None, FREE] = None  # where this project ran it; None: never
-    outline: Annotated[dict | None, FREE] = None  # of its config.json, for plans where the target cannot be reached
+    tried: Annotated[Text | None, FREE] = None  # place where this project ran it; None: never run
+    outline: Annotated[dict | None, FREE] = None  # fields of its config.json, for plans without the target
 
     @model_validator(mode="after")
     def check_device(self) -> Self:
@@ -81,7 +79,7 @@ class MachineOptions(Options):
     device: Literal["cpu", "cuda"] | None = None
     num: SmallCount | None = None  # processes, each with one device
     memory: Positive | None = None  # GB of a device
-    disk: Positive | None = None  # GB that are free
+    disk: Positive | None = None  # free GB
     flops: Positive | None = None  # TFLOP/s of a device in bfloat16, at best
     bandwidth: Positive | None = None  # GB/s of a device's memory
     network: Positive | None = None  # GB/s from an engine to a process
@@ -91,14 +89,14 @@ class DataOptions(Options):
     """conf/data"""
 
     train: Text | Texts | Weights
-    split: Annotated[Text | None, FREE]  # what is read is in the fingerprint
+    split: Annotated[Text | None, FREE]  # FREE: the rows are in the fingerprint
     heldout: Text
     heldout_split: Annotated[Text | None, FREE]
     length: Count | Auto  # tokens of a pack
     pack: bool | None
     limit: Count | None  # rows of each source
     hold_out: Whole  # rows
-    tokens: Count | None  # supervised ones
+    tokens: Count | None  # supervised tokens
     cache: Annotated[Text, FREE]  # folder
     workers: Annotated[SmallCount | None, FREE]
 
@@ -138,7 +136,7 @@ class HeadOptions(Options):
     vocab_size: Count | Auto | None
     lr: NonNegative
     adapter: AdapterOptions | None = None
-    optimizer: dict | None = None  # what conf/train.yaml takes from here
+    optimizer: dict | None = None  # settings that conf/train.yaml takes from here
 
     @property
     def drafter_class(self) -> type[Head]:
@@ -172,9 +170,8 @@ class FeatureOptions(Options):
         wrong = {
             "features.mode=engine needs the URL of a server: features.engine=http://localhost:8000 (python "
             "scripts/launch_engine.py starts one).": self.mode == "engine" and not self.urls,
-            "features.mode=online runs the target in this process: use features.mode=engine, or features.engine=null.": (
-                self.mode == "online" and self.urls
-            ),
+            "features.mode=online runs the target in this process: use features.mode=engine, or "
+            "features.engine=null.": self.mode == "online" and self.urls,
         }
         raise_first(wrong)
         return self
@@ -194,16 +191,16 @@ class OptimizerOptions(Options):
 
     name: Literal["adamw", "adamw8bit", "muon"]
     lr: NonNegative
-    muon_lr: NonNegative | None  # of the matrices that muon trains; None: lr
-    betas: Annotated[list[ShareBelowOne], Field(min_length=2, max_length=2)]  # of AdamW
+    muon_lr: NonNegative | None  # rate of the matrices that muon trains; None: lr
+    betas: Annotated[list[ShareBelowOne], Field(min_length=2, max_length=2)]  # decay rates of AdamW's moments
     weight_decay: NonNegative
     schedule: Literal["cosine", "linear", "wsd", "constant"]
     warmup: NonNegative  # steps; below 1: a share of all steps
-    decay: PositiveShare  # share of the steps, of wsd
-    final: Share  # of lr, where a schedule ends
+    decay: PositiveShare  # share of the steps in which wsd decays
+    final: Share  # share of lr at the end of a schedule
 
     def warmup_steps(self, steps: int) -> int:
-        """Of a run of so many steps."""
+        """Steps of the warm-up in a run of `steps`."""
         return round(self.warmup if self.warmup >= 1 else self.warmup * steps)
 
 
@@ -211,28 +208,26 @@ class TrainOptions(Options):
     """conf/train.yaml, `train`. Every unit is a step of the optimizer unless it says otherwise."""
 
     steps: Count | Auto
-    tokens: Annotated[Count | None, FREE]  # to read, without padding; None: by epochs
+    tokens: Annotated[Count | None, FREE]  # tokens to read, without padding; None: by epochs
     epochs: Annotated[Positive | Auto, FREE]  # times that the data is read
-    hours: Annotated[Positive | Auto | None, FREE]  # of training, at most; None: any
-    batch: BatchSize | Auto  # packs for each process and micro-batch
+    hours: Annotated[Positive | Auto | None, FREE]  # hours of training, at most; None: no limit
+    batch: BatchSize | Auto  # packs of a process' micro-batch
     accumulation: BatchSize | Auto  # micro-batches in a step
     max_grad_norm: NonNegative  # 0: gradients are not clipped
-    log_every: Annotated[Whole, FREE]  # 0, here and below: never but at the end
+    log_every: Annotated[Whole, FREE]  # steps; 0, here and below: never but at the end
     validate_every: Annotated[Whole | Auto, FREE]
-    validate_first: Annotated[bool, FREE]  # before training too
+    validate_first: Annotated[bool, FREE]  # whether to validate before training, too
     save_every: Annotated[Whole | None, FREE]  # None or 0: by minutes only
-    save_minutes: Annotated[
-        NonNegative | None, FREE
-    ]  # None or 0: by steps only; neither: at the end and after a signal
-    skip_not_finite: Annotated[bool, FREE]  # leave out a step whose loss is not finite, rather than stop
+    save_minutes: Annotated[NonNegative | None, FREE]  # None or 0: by steps only
+    skip_not_finite: Annotated[bool, FREE]  # whether a step whose loss is not finite is left out
     timeout: Annotated[Duration, FREE]  # minutes that a process waits for the others
     seed: Seed
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = None  # decay of the average of the weights; None: none is kept
-    patience: Annotated[Count | None, FREE] = None  # validations without a rise after which training ends; None: any
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None  # decay of the average of the weights; None: no average
+    patience: Annotated[Count | None, FREE] = None  # validations without a rise that end training; None: any number
 
     @property
     def norm_limit(self) -> float:
-        """Of the gradient's norm; infinite: it is not clipped."""
+        """Bound of the gradient's norm; infinite if gradients are not clipped."""
         return self.max_grad_norm or math.inf
 
 
@@ -253,8 +248,8 @@ class ValidationOptions(Options):
     temperature: NonNegative
     decode: Literal["best", "end", "always"]
     auto: Literal["never", "end"]
-    share: NonNegative | None  # of the training time; None: any
-    answers: Text  # folder, or a file of recorded answers
+    share: NonNegative | None  # share of the training time; None: no limit
+    answers: Text  # folder of answers, or file of recorded ones
 
     @property
     def has_recorded_answers(self) -> bool:
@@ -274,7 +269,7 @@ class RunOptions(Options):
     target: RunTargetOptions
     data: DataOptions
     decode: Annotated[RunDraftingOptions, FREE]
-    template: dict  # variables of the chat template, by name, for rows and prompts that do not say them
+    template: dict  # variables of the chat template, for rows and prompts without their own
     run: Annotated[Text, FREE]
     machine: Annotated[MachineOptions, FREE]
     plan: Annotated[bool, FREE]
@@ -283,7 +278,7 @@ class RunOptions(Options):
     resume: Annotated[Literal[True, False, "auto"], FREE]
     tracker: Annotated[Literal["none", "wandb", "tensorboard", "trackio"], FREE]
     progress: Annotated[Literal["auto", "rich", "plain", "quiet"], FREE]
-    trust_code: Annotated[bool, FREE] = False  # runs of earlier versions lack it
+    trust_code: Annotated[bool, FREE] = False  # earlier versions lack it
     threads: Annotated[SmallCount | None, FREE]
     precision: Literal["auto", "bf16", "fp32"]
     fast: Annotated[Text | Texts | None, FREE]
@@ -310,8 +305,8 @@ class RunOptions(Options):
             f"{served} target.shard=true keeps the target's layers in these processes, {here}": urls
             and self.target.shard,
             # The target's layers are in parts
-            f"{shared} head={self.head.drafter['_target_']} changes the target, which must then be whole in each process: "
-            "set target.shard=false.": self.target.shard and adapts,
+            f"{shared} head={self.head.drafter['_target_']} changes the target, which must then be whole in each "
+            "process: set target.shard=false.": self.target.shard and adapts,
         }
         raise_first(wrong)
         return self
@@ -326,11 +321,11 @@ class RunOptions(Options):
         return self.head.drafter_class.adapts_target
 
     def document(self) -> dict:
-        """In groups, as conf/train.yaml has it."""
-        return self.model_dump(exclude_unset=True, warnings=False)  # of whole numbers for others
+        """The options in groups, as conf/train.yaml has them."""
+        return self.model_dump(exclude_unset=True, warnings=False)  # about whole numbers in fields of others
 
     def describe_remedies(self) -> str:
-        """Which options of this run lower the memory that it needs."""
+        """The options of this run that lower its need of memory, as words of a sentence."""
         objective, train = self.head.objective, self.train
         lower, give = [f"data.length={self.data.length}"], []
         if train.batch != 1:
@@ -365,21 +360,25 @@ class RunConfig(RunOptions):
 
 
 def _check_arguments(class_or_function: Callable[..., Any], settings: dict, prefix: str) -> None:
-    """Raises ValueError for what a class does not take. prefix: groups in front of the names"""
+    """Raises ValueError for settings that a class does not take. prefix: groups in front of their names"""
     read_options(
         find_options(class_or_function), {name: value for name, value in settings.items() if name != "_target_"}, prefix
     )
 
 
 def list_auto_options() -> list[str]:
-    """Options that a run decides where they are auto."""
+    """Names of the options that a run decides where they are auto."""
     final = list_fields(RunConfig)
     fields = list_fields(RunOptions).items()
     names = [name for name, field in fields if AUTO in {*list_choices(field)} - {*list_choices(final[name])}]
     return [*names, *(f"head.drafter.{name}" for name in NORM_OPTIONS)]
 
 
-LENGTH_OPTIONS = ("train.tokens", "train.epochs", "train.hours")  # that say how long to train, as train.steps does
+LENGTH_OPTIONS = (
+    "train.tokens",
+    "train.epochs",
+    "train.hours",
+)  # options for the length of training, as train.steps is
 
 
 def read_run(document: dict) -> RunOptions:
@@ -412,29 +411,20 @@ def refuse_two_lengths(train: TrainOptions) -> None:
     values = {"train.tokens": train.tokens, "train.epochs": train.epochs, "train.hours": train.hours}
     lengths = [name for name, value in values.items() if value not in (None, AUTO)]
     wrong = {
-        f"train.steps={train.steps} says how long to train, so {''.join(lengths[:1])} would change nothing: give one of "
-        "them.": train.steps != AUTO and lengths,
+        f"train.steps={train.steps} says how long to train, so {''.join(lengths[:1])} would change nothing: give one "
+        "of them.": train.steps != AUTO and lengths,
         "train.tokens and train.epochs both say how much to read: give one of them.": {*LENGTH_OPTIONS[:2]}
         <= {*lengths},
     }
     raise_first(wrong)
 
 
-def fill_document(document: dict, values: dict[str, Any]) -> dict:
-    """The document with these values, by dotted name."""
-    document = copy.deepcopy(document)
-    for name, value in values.items():
-        *groups, key = name.split(".")
-        functools.reduce(dict.__getitem__, groups, document)[key] = value
-    return document
-
-
 def fill_from_record(options: RunOptions, record: dict) -> RunOptions:
-    """The options of a run that goes on, with what it decided at its start in the place of auto. record: its config.yaml"""
+    """The options of a resumed run, with the decisions of its first launch in place of auto. record: its config.yaml"""
     document, recorded = options.document(), flatten(record)
     is_open = {name for name, value in flatten(document).items() if value == AUTO}
     values = {name: recorded[name] for name in list_auto_options() if name in is_open and name in recorded}
-    return read_options(RunOptions, fill_document(document, values))
+    return read_options(RunOptions, fill(document, values))
 
 
 def read_settings(path: Path) -> dict:
@@ -450,7 +440,7 @@ def read_settings(path: Path) -> dict:
 
 
 def list_fixed_settings(document: dict, model: type[Options] = RunOptions, prefix: str = "") -> dict:
-    """The settings that a run's figures depend on, by dotted name. document: of a run of this or an earlier version"""
+    """The settings that a run's figures depend on, by dotted name. document: options of this or an earlier version"""
     fixed: dict = {}
     for key, value in document.items():
         field = model.model_fields.get(key, FieldInfo())

@@ -1,4 +1,4 @@
-"""What a run was made of, for its page and the model card: about.json in its folder."""
+"""The record of a run, for its page and the model card: about.json in its folder."""
 
 import json
 import platform
@@ -12,7 +12,7 @@ import transformers
 from specdec import checkpoint
 from specdec.core import files
 from specdec.core.option_types import format_value
-from specdec.heads.base import Drafter, Head
+from specdec.heads.base import Head
 from specdec.options import config_files
 from train.settings.options import LENGTH_OPTIONS, list_auto_options
 
@@ -27,13 +27,12 @@ def write_facts(
     arguments: list[str],
     num_processes: int,
 ) -> None:
-    """about.json in the folder of a run: target, data, drafter and environment, and the command that repeats it.
+    """Writes about.json of a run: target, data, drafter, environment, and the command that repeats it.
 
-    config: as conf/train.yaml; packs: figures of the data; arguments: of train.py
-    start: the checkpoint that the run was started from, as it was given; in `config` it has the commit of a head on the Hub
+    config: document of the options; packs: figures of the data; arguments: of train.py
+    start: checkpoint that the run starts from, as it was given. `config` has it with the commit of a head on the Hub.
     """
     target, data_options = drafter.target, config["data"]
-    vocab = drafter.draft_to_target if isinstance(drafter, Drafter) else None
     launcher = "accelerate launch" if num_processes == 1 else f"torchrun --nproc_per_node {num_processes}"
     facts: dict[str, Any] = {
         "command": shlex.join([*launcher.split(), "train.py", *spell_out_options(config, arguments)]),
@@ -46,7 +45,7 @@ def write_facts(
         "drafter": {
             "class": type(drafter).__name__,
             "parameters": drafter.num_parameters(),
-            "draft vocabulary": target.vocab_size if vocab is None else len(vocab),
+            "draft vocabulary": drafter.vocab_size,
         },
         "data": {
             "train": ", ".join(map(str, data_options["train"]))
@@ -72,7 +71,7 @@ def write_facts(
 
 
 def spell_out_options(config: dict, arguments: list[str]) -> list[str]:
-    """The arguments with what the run decided itself: on another machine it might decide otherwise. `train.steps` stands for LENGTH_OPTIONS."""
+    """The arguments with the run's own decisions, which may differ elsewhere. `train.steps` replaces LENGTH_OPTIONS."""
     option_values, given_options = config_files.flatten(config), {each.partition("=")[0]: each for each in arguments}
     kept_arguments = [each for name, each in given_options.items() if name not in (*LENGTH_OPTIONS, "resume")]
     names = [

@@ -1,9 +1,11 @@
-"""--help of train.py, and what is like an option or choice that does not exist."""
+"""--help of train.py, and the sentences for options and choices that do not exist."""
 
 import difflib
 import pkgutil
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -13,17 +15,17 @@ from specdec.options.command_defaults import NO_BOUNDS
 from train.settings.options import RunOptions
 
 YAML_KEY = re.compile(r"^( *)(\w+):")
-COMMAND_GROUPS = ("proposer", "suite", "protocol", "command")  # groups that other commands read
+COMMAND_GROUPS = ("proposer", "suite", "protocol", "command")  # groups of other commands
 
 
 def list_groups() -> list[str]:
     """Names of the groups of train.py."""
-    groups = {path.name for folder in config_files.conf_folders() for path in folder.iterdir() if path.is_dir()}
+    groups = {path.parent.name for folder in config_files.conf_folders() for path in folder.glob("*/*.yaml")}
     return sorted(groups - set(COMMAND_GROUPS))
 
 
 def describe_usage() -> str:
-    """What --help prints: the choices, and files of conf/, whose comments explain the options, with their bounds."""
+    """The text of --help: the choices, and files of conf/, whose comments explain the options, with their bounds."""
     groups = [group for group in list_groups() if group != "objective"]
     choices = [f"  {group}={'|'.join(config_files.list_files(group))}" for group in groups]
     shown_files = ("train", "head/eagle", "objective/base", "data/shipped", "target/smollm2-135m", "decode/chain")
@@ -34,7 +36,7 @@ def describe_usage() -> str:
 
 
 def show_file(name: str) -> str:
-    """A file of conf/, with what each option may be behind its comment."""
+    """A file of conf/, with the bounds of each option behind its comment."""
     group, lines, parent = name.partition("/")[0], [], ""
     prefix = {"train": "", "objective": "head.objective."}.get(group, f"{group}.")
     text = (config_files.HOME / "conf" / f"{name}.yaml").read_text()
@@ -47,16 +49,14 @@ def show_file(name: str) -> str:
         parent = parent if indentation else f"{key}."
         field = fields.get(prefix + (parent if indentation else "") + key)
         bounds = "" if field is None else describe_bounds(field)
-        lines.append(
-            line
-            if not bounds or bounds.startswith((*NO_BOUNDS, "one of"))
-            else f"{line}{' ' if '#' in line else ' # '}({bounds})"
-        )
+        if bounds and not bounds.startswith((*NO_BOUNDS, "one of")):
+            line += f" ({bounds})" if "#" in line else f" # ({bounds})"
+        lines.append(line)
     return "\n".join([*lines, ""])
 
 
 def refuse_choices(arguments: Sequence[str]) -> str | None:
-    """The sentence for the first GROUP=NAME that has no file; None if all have one, or a folder of the user's own may have it."""
+    """The sentence for the first GROUP=NAME without a file; None if all have one, or the user has a folder of YAML."""
     if any(argument.startswith(("--config-", "-cd", "-cp", "hydra.searchpath")) for argument in arguments):
         return None
     groups = set(list_groups())
@@ -68,26 +68,26 @@ def refuse_choices(arguments: Sequence[str]) -> str | None:
             if name.removesuffix(".yaml") not in files:
                 close = difflib.get_close_matches(name, files, n=1, cutoff=0.5)
                 guess = f" Did you mean {close[0]!r}?" if close else ""
-                return f"error: There is no {group} {name!r}.{guess} Leave {group}= out, or give one of: {', '.join(files)}."
+                advice = f"Leave {group}= out, or give one of: {', '.join(files)}."
+                return f"error: There is no {group} {name!r}.{guess} {advice}"
     return None
 
 
 def find_unknown_option(arguments: list[str]) -> str | None:
-    """What is wrong with the first option of a command line, KEY=VALUE, that no file of conf/ has; None if all are known."""
-    load = lambda file: yaml.safe_load(file.read_text()) or {}
-    option_names = set(_list_keys(load(config_files.HOME / "conf" / "train.yaml")))
+    """The sentence for the first KEY=VALUE whose key no file of conf/ has; None if all are known."""
+    names: set[str] = set(read_names(config_files.HOME / "conf" / "train.yaml"))
     for group in list_groups():
-        place = "head.objective" if group == "objective" else group
-        files = config_files.list_files(group).values()
-        option_names |= {place, *(key for file in files for key in _list_keys(load(file), f"{place}."))}
-    for key in (each.partition("=")[0] for each in arguments if "=" in each):
-        if key not in option_names and not key.startswith(("+", "~", "-", "hydra")):
-            return describe_unknown(key, option_names)
+        prefix = "head.objective." if group == "objective" else f"{group}."
+        for path in config_files.list_files(group).values():
+            names |= {prefix.removesuffix("."), *read_names(path, prefix)}
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        is_group = any(other.startswith(f"{name}.") for other in names)
+        if equals and not (name in names or is_group or name.startswith(("+", "~", "-", "hydra"))):
+            return describe_unknown(name, names)
     return None
 
 
-def _list_keys(settings: dict, prefix: str = "") -> Iterator[str]:
-    for key, value in settings.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from _list_keys(value, f"{prefix}{key}.")
+def read_names(path: Path, prefix: str = "") -> dict[str, Any]:
+    """The options of a YAML file by dotted name. prefix: groups in front of their names"""
+    return config_files.flatten(yaml.safe_load(path.read_text()) or {}, prefix, keep_empty=True)

@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from specdec.core.option_types import read_options
+from specdec.options import config_files
 from specdec.target.model import Target
 from specdec.text.conversations import Row
 from tests.support import ROOT, make_drafter, make_target, random_tokens
@@ -16,7 +17,6 @@ from train.data.packing import EncodedRows, Packs
 from train.features.feature_files import FeatureFolder
 from train.prepare import build
 from train.prepare.build import count_missing, open_features
-from train.settings import options as settings
 from train.settings.hydra_text import make_search_path
 from train.settings.options import RunConfig, read_run
 
@@ -90,9 +90,7 @@ def test_a_short_run_on_much_data_fits_on_the_disk(target, packs, tmp_path, monk
         options = read_run(
             OmegaConf.to_container(compose("train", overrides=[*options, make_search_path()]), resolve=True)
         )
-    config = read_options(
-        RunConfig, settings.fill_document(options.document(), {"train.epochs": 1.0, "train.hours": None})
-    )
+    config = read_options(RunConfig, config_files.fill(options.document(), {"train.epochs": 1.0, "train.hours": None}))
     drafter, notes = make_drafter(target, "eagle"), []
     monkeypatch.setattr(build, "MIN_MEASURED_PACKS", 0)
     monkeypatch.setattr(build.progress, "print_note", notes.append)

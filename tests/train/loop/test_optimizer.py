@@ -9,13 +9,10 @@ from torch import nn
 
 from tests.support import (
     VARIANTS,
-    fit_interrupted,
     log_of,
-    losses_of,
     make_drafter,
     name_of,
     report_of,
-    same_weights,
     weights_of,
 )
 from train.loop.optimizer import OptimizerOptions, WeightAverage, list_hidden_matrices, make_optimizer, make_schedule
@@ -99,9 +96,10 @@ def test_muon_moves_matrices_by_the_size_of_adamws_updates():
     for parameter in module.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    size = lambda name: float((module.get_parameter(name).detach() - before[name]).square().mean().sqrt())
-    assert size("fc.weight") == pytest.approx(0.2 * 2e-3, rel=0.3)  # the root mean square that AdamW's usually have
-    assert size("lm_head.weight") == pytest.approx(1e-3, rel=1e-3)  # AdamW's first step
+    after = dict(module.named_parameters())
+    sizes = {name: float((after[name].detach() - old).square().mean().sqrt()) for name, old in before.items()}
+    assert sizes["fc.weight"] == pytest.approx(0.2 * 2e-3, rel=0.3)  # the root mean square of most AdamW updates
+    assert sizes["lm_head.weight"] == pytest.approx(1e-3, rel=1e-3)  # AdamW's first step
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -121,24 +119,6 @@ def test_an_optimizers_state_survives_the_folder_exactly(tmp_path, name):
     optimizer.load_state_dict(state)
     train(resumed, optimizer, 3, seed=1)
     assert all(torch.equal(resumed.get_parameter(n), p) for n, p in whole.named_parameters())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["optimizer.name=muon", "optimizer.schedule=wsd"],
-        ["train.ema=0.9", "optimizer.schedule=constant"],
-        pytest.param(["optimizer.name=adamw8bit"], marks=BITS),
-    ],
-    ids=" ".join,
-)
-def test_a_run_with_other_optimizers_resumes_exactly(fit, options):
-    fit("whole", *options)
-    fit_interrupted(fit, "died", *options)
-    assert losses_of("died") == losses_of("whole") and len(losses_of("whole")) == 4
-    for state in (False, True):
-        assert same_weights(weights_of("whole", state=state), weights_of("died", state=state))
 
 
 def test_a_missing_library_is_said(monkeypatch):

@@ -1,6 +1,6 @@
 """Tests of the folder of a run: its log, its states, when they are saved, and the thread that writes them."""
 
-import json
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +10,12 @@ import torch
 
 from specdec import checkpoint
 from specdec.core import files
-from tests.support import PowerCutError, before_steps, cut_power, losses_of
+from tests.support import PowerCutError, before_steps, cut_power, fit_interrupted, losses_of
 from train.loop.state import RunFolder, StateSaver
 
 STATE = {"weights": {"weight": torch.arange(3.0)}, "optimizer": {"state": {}, "param_groups": []}, "document": {}}
-SHORT_OPTIONS = ("head=eagle", "solve_packs=0", "validation.num_prompts=1", "validation.max_new_tokens=2", "validation.decode=end", "validation.share=0", "validation.auto=never")  # fmt: skip
+SHORT_OPTIONS = ("head=eagle", "solve_packs=0", "validation.num_prompts=1", "validation.max_new_tokens=2",
+                 "validation.decode=end", "validation.share=0", "validation.auto=never")  # fmt: skip
 
 
 @pytest.fixture
@@ -101,10 +102,10 @@ def test_log_and_best_go_back_to_the_state(run_folder, torn):
         log.write(torn)
     run_folder.mark_best("step_000005")
     run_folder.go_back(3, {"step": 2, "figure": 1.5})
-    steps = lambda: [row["step"] for row in map(json.loads, (run_folder.path / "log.jsonl").read_text().splitlines())]
-    assert steps() == [1, 2, 3] and (run_folder.path / "best").read_text() == "step_000002\n"
+    assert [row["step"] for row in run_folder.read_log()] == [1, 2, 3]
+    assert (run_folder.path / "best").read_text() == "step_000002\n"
     run_folder.go_back(-1, {})
-    assert steps() == [] and not (run_folder.path / "best").exists()
+    assert run_folder.read_log() == [] and not (run_folder.path / "best").exists()
     (run_folder.path / "log.jsonl").write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"log\.jsonl: line 2 is damaged"):
         run_folder.go_back(3, {})
@@ -237,3 +238,8 @@ def test_a_run_saves_by_minutes_and_continues_as_one_that_saved_by_steps(fit, mo
         fit("died", *options, "resume=true", "train.save_every=100")
     assert saved == [3, 6, 8, 3, 6, 8] and losses_of("died") == losses_of("whole")
     assert files_of("died") == files_of("whole")
+
+
+def test_the_first_step_of_every_launch_is_shown(fit, capsys):
+    fit_interrupted(fit, "run", *SHORT_OPTIONS, "train.steps=5", "train.log_every=0")  # resumes from step 2
+    assert re.findall(r"^step +(\d)/5 ", capsys.readouterr().out, re.M) == ["1", "3", "5"]

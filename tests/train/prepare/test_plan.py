@@ -5,19 +5,18 @@ import itertools
 import numpy
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from tests.support import ROOT
+from tests.train.composing import compose_options
 from train.prepare import facts as prepare
 from train.prepare import plan
 from train.prepare.facts import PlannedFacts
 from train.settings import decide, hydra_text
 from train.settings.decide import RunSizes
-from train.settings.hydra_text import make_search_path
-from train.settings.options import NORM_OPTIONS, RunOptions, read_run
+from train.settings.options import NORM_OPTIONS, RunOptions
 
 CPU = torch.device("cpu")
+PLAN = ("machine=h100", "plan=true")
 TARGETS = sorted(path.stem for path in (ROOT / "conf/target").glob("*.yaml"))
 MACHINES = sorted(path.stem for path in (ROOT / "conf/machine").glob("*.yaml") if path.stem != "here")
 TOO_LARGE = {
@@ -26,12 +25,6 @@ TOO_LARGE = {
     if (machine == "laptop" and target not in ("smollm2-135m", "gemma-3-270m"))
     or (machine in ("h100", "h100x8") and target == "llama-3.3-70b")
 }
-
-
-def settings(*options: str) -> RunOptions:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        composed = compose("train", overrides=["run=some", *options, make_search_path()])
-    return read_run(OmegaConf.to_container(composed, resolve=True))
 
 
 def outline_of(options: RunOptions):
@@ -46,7 +39,7 @@ def sizes_of(options: RunOptions, **changed) -> RunSizes:
 
 @pytest.fixture(scope="module")
 def outlines():
-    return {name: outline_of(settings(f"target={name}", "machine=h100", "plan=true")) for name in TARGETS}
+    return {name: outline_of(compose_options(f"target={name}", *PLAN)) for name in TARGETS}
 
 
 class RandomRows(PlannedFacts):
@@ -60,7 +53,7 @@ class RandomRows(PlannedFacts):
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_target_on_every_machine_fits_or_is_refused(target, machine, outlines, monkeypatch):
     monkeypatch.setattr(plan, "make_outline", lambda *_: outlines[target])
-    facts = RandomRows(settings("head=eagle3", f"target={target}", f"machine={machine}", "plan=true"))
+    facts = RandomRows(compose_options("head=eagle3", f"target={target}", f"machine={machine}", "plan=true"))
     config, run_count = decide.decide(facts.options, facts).config, facts.run_count
     printed_plan = plan.make_plan(config, run_count.drafter, facts.texts, facts.hardware, run_count.memory, facts.pace)
     print(printed_plan)
@@ -80,7 +73,7 @@ def test_a_plan_is_short_for_a_machine():
 
 def test_an_outline_is_of_the_target_that_it_was_written_for():
     with pytest.raises(ValueError, match="some/other could not be loaded"):
-        plan.read_target_config(settings("target=qwen3-8b", "target.name=some/other", "machine=h100", "plan=true"))
+        plan.read_target_config(compose_options("target=qwen3-8b", "target.name=some/other", *PLAN))
 
 
 def test_a_plan_takes_steps_on_this_machine_and_writes_nothing(fit, capsys):
@@ -122,7 +115,7 @@ def test_the_start_needs_memory_only_where_there_is_one(outlines):
     block = "head=dflash2", "head.drafter.num_drafts=15"
     heads = {"medusa": ("head=medusa",), "block": block, "fused": (*block, "head.drafter.fuse=true")}
     for name, options in {"solved": (), "random": ("solve_packs=0",), **heads}.items():
-        given = settings("head=eagle3", "machine=h100", *options)
+        given = compose_options("head=eagle3", "machine=h100", *options)
         sizes = sizes_of(given, solve_packs=0 if name == "random" else 200)
         memory[name] = plan.count_run(given, sizes, target, texts, decide.Hardware("cuda", 1, 8e10, 1e12)).memory
     assert memory["solved"].start > 1e9 and memory["random"].start == 0 < memory["medusa"].step

@@ -1,28 +1,26 @@
 """What a run leaves to `auto`: each rule by itself, on data and devices of several kinds, and what is given stays."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from specdec.core.precision import DtypeChoice
 from specdec.options.config_files import flatten
-from tests.support import ROOT, losses_of
-from train.prepare import build
+from tests.support import losses_of
+from tests.train.composing import compose_options
 from train.prepare import facts as prepare
 from train.settings import decide
 from train.settings.decide import Cost, Decided, Hardware, Memory, Pace, TargetFacts, TextLengths
-from train.settings.hydra_text import make_search_path
-from train.settings.options import RunConfig, RunOptions, list_auto_options, read_run, read_settings
+from train.settings.options import RunConfig, RunOptions, list_auto_options, read_settings
 
 CPU, GPU = Hardware("cpu", 1, 24e9, 60e9), Hardware("cuda", 1, 80e9, 1e12)
 FAST, SLOW = Pace(1 / 5000, 1 / 1500, 0.1), Pace(1 / 300, 1 / 120, 2.0)
 
 
 class GivenFacts:
-    """Facts as a test gives them. sizes: those that were counted"""
+    """Facts as a test gives them. sizes: arguments of `count_memory`"""
 
     def __init__(
         self, lengths, hardware, pace, *, max_positions=8192, counts=(), depth=4, packed=True, memory=lambda sizes: None
@@ -53,9 +51,7 @@ class GivenFacts:
 
 
 def settings(*options: str) -> RunOptions:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        composed = compose("train", overrides=["run=some", "head=eagle3", *options, make_search_path()])
-    return read_run(OmegaConf.to_container(composed, resolve=True))
+    return compose_options("head=eagle3", *options)
 
 
 def decide_all(lengths, hardware, pace, *options, **facts) -> tuple[RunConfig, dict[str, str], TextLengths]:
@@ -63,11 +59,13 @@ def decide_all(lengths, hardware, pace, *options, **facts) -> tuple[RunConfig, d
     facts_given = GivenFacts(lengths, hardware, pace, **facts)
     decided: Decided = decide.decide(settings(*options), facts_given)
     assert {each.name for each in decided.decisions} == set(list_auto_options()) - (
-        set()
-        if "norm_output" in decided.config.head.drafter
-        else {f"head.drafter.{name}" for name in decide.NORM_OPTIONS}
+        {f"head.drafter.{name}" for name in decide.NORM_OPTIONS if name not in decided.config.head.drafter}
     )
     return decided.config, {each.name: each.reason for each in decided.decisions if each.reason}, facts_given.texts
+
+
+def count_tokens(config: RunConfig, texts: TextLengths) -> float:
+    return config.train.steps * config.train.batch * config.train.accumulation * texts.pack_tokens
 
 
 def test_forty_rows():
@@ -81,9 +79,7 @@ def test_forty_rows():
 def test_many_short_rows_on_two_cores_take_no_longer_than_an_hour():
     for pace in (FAST, SLOW):
         config, reasons, texts = decide_all([100] * 40_000, CPU, pace)
-        tokens = (
-            config.train.steps * config.train.batch * config.train.accumulation * texts.num_tokens / texts.num_packs
-        )
+        tokens = count_tokens(config, texts)
         spent = Cost(pace, texts.num_tokens, 1, cached=False).count_seconds(tokens, tokens / config.train.steps)
         assert 3000 < spent <= 3700 and "train.hours=1 allows" in reasons["train.steps"]
     assert config.train.batch * config.train.accumulation > 1  # Muon's own work is a small part of a slow step
@@ -110,22 +106,23 @@ def test_much_data_on_gpus_is_read_once_in_large_steps():
 
 
 def test_all_drafts_of_a_block_are_judged_on_a_gpu():
-    depth = lambda hardware, *options: decide_all([300] * 400, hardware, FAST, *options, depth=15)[0].decode.depth
-    block = "head=dflash2", "head.drafter.num_drafts=15"
-    assert [depth(hardware, *block) for hardware in (CPU, GPU)] == [2, 15]
-    assert [depth(hardware, "head=medusa") for hardware in (CPU, GPU)] == [2, 4]
+    for head, depths in (("head=dflash2", [2, 15]), ("head=medusa", [2, 4])):
+        decided = [decide_all([300] * 400, hardware, FAST, head, depth=15)[0] for hardware in (CPU, GPU)]
+        assert [config.decode.depth for config in decided] == depths
 
 
 def test_long_runs_have_norms_in_place_of_a_start():
-    kinds = lambda *options: decide_all([300] * 400, CPU, FAST, *options)[0]
-    norms = lambda config: (config.head.drafter.get("norm_features"), config.head.drafter.get("norm_output"))
-    short, long = kinds("train.tokens=300000"), kinds("train.tokens=3000000")
-    assert norms(short) == (False, False) and short.solve_packs == 200
-    assert norms(long) == (True, True) and long.solve_packs == 0
-    for option, expected in (("solve_packs=50", (False, False)), ("head.drafter.norm_features=false", (False, False))):
-        assert norms(kinds("train.tokens=3000000", option)) == expected
-    assert kinds("train.tokens=3000", "head.drafter.norm_output=true").solve_packs == 0
-    assert kinds("train.tokens=3000000", "head=mtp").solve_packs == 200
+    for options, norm, packs in (
+        (["train.tokens=300000"], False, 200),
+        (["train.tokens=3000000"], True, 0),
+        (["train.tokens=3000000", "solve_packs=50"], False, 50),
+        (["train.tokens=3000000", "head.drafter.norm_features=false"], False, 200),
+        (["train.tokens=3000000", "start=checkpoints/shipped/eagle3"], False, 200),
+        (["train.tokens=3000", "head.drafter.norm_output=true"], True, 0),
+        (["train.tokens=3000000", "head=mtp"], None, 200),
+    ):
+        config, _, _ = decide_all([300] * 400, CPU, FAST, *options)
+        assert config.head.drafter.get("norm_features") is norm and config.solve_packs == packs, options
 
 
 def test_a_vocabulary_covers_the_answers_within_bounds():
@@ -138,23 +135,21 @@ def test_a_vocabulary_covers_the_answers_within_bounds():
 
 
 def test_what_is_in_memory_at_once_is_halved_until_it_fits():
-    memory = lambda sizes: Memory(1e9, 1e9, step=sizes.batch * sizes.length * 1e7, start=0.0)
+    memory = {"memory": lambda sizes: Memory(1e9, 1e9, step=sizes.batch * sizes.length * 1e7, start=0.0)}
     rows, small = [4000] * 400, replace(GPU, memory=35e9)
-    config, reasons, _ = decide_all(rows, small, FAST, "data.length=2048", memory=memory)
+    config, reasons, _ = decide_all(rows, small, FAST, "data.length=2048", **memory)
     assert config.train.batch == 1 and "were too much for 35.0 GB" in reasons["train.batch"]
-    config, reasons, _ = decide_all(rows, small, FAST, memory=memory)
+    config, reasons, _ = decide_all(rows, small, FAST, **memory)
     assert config.data.length == 2048 and "were too much for 35.0 GB" in reasons["data.length"]
-    with pytest.raises(
-        ValueError, match=r"^This run does not fit: a process needs .* lower data\.length=4096.* plan=true"
-    ):
-        decide_all(rows, small, FAST, "data.length=4096", memory=memory)
-    assert decide_all(rows, small, FAST, "data.length=4096", "plan=true", memory=memory)[0].data.length == 4096
+    with pytest.raises(ValueError, match=r"^This run does not fit: a process needs .* lower data\.length=4096.* plan"):
+        decide_all(rows, small, FAST, "data.length=4096", **memory)
+    assert decide_all(rows, small, FAST, "data.length=4096", "plan=true", **memory)[0].data.length == 4096
 
 
 GIVEN = {
-    "data.length": 640, "head.vocab_size": 5000, "features.mode": "online", "decode.depth": 3, "train.steps": 77, "train.epochs": 2.5,
-    "train.hours": 0.5, "train.batch": 3, "train.accumulation": 5, "train.validate_every": 9, "validation.num_prompts": 6,
-    "validation.max_new_tokens": 20,
+    "data.length": 640, "head.vocab_size": 5000, "features.mode": "online", "decode.depth": 3, "train.steps": 77,
+    "train.epochs": 2.5, "train.hours": 0.5, "train.batch": 3, "train.accumulation": 5, "train.validate_every": 9,
+    "validation.num_prompts": 6, "validation.max_new_tokens": 20,
 }  # fmt: skip
 
 
@@ -166,43 +161,30 @@ def test_what_is_given_is_never_changed(name, hardware):
 
 
 def test_tokens_epochs_and_hours():
-    tokens = lambda config, texts: (
-        config.train.steps * config.train.batch * config.train.accumulation * texts.num_tokens / texts.num_packs
-    )
-    for options, expected in (
-        (("train.tokens=300000",), 3e5),
-        (("train.epochs=2",), 3e6),
-        (("train.epochs=0.5",), 7.5e5),
-    ):
-        config, _, texts = decide_all([300] * 5000, CPU, SLOW, *options)
-        assert tokens(config, texts) == pytest.approx(expected, rel=0.02) and config.train.hours is None
+    for option, expected in (("train.tokens=300000", 3e5), ("train.epochs=2", 3e6), ("train.epochs=0.5", 7.5e5)):
+        config, _, texts = decide_all([300] * 5000, CPU, SLOW, option)
+        assert count_tokens(config, texts) == pytest.approx(expected, rel=0.02) and config.train.hours is None
     config, reasons, texts = decide_all([300] * 5000, CPU, SLOW, "train.epochs=2", "train.hours=0.25")
-    assert tokens(config, texts) < 1.5e5 and "train.hours=0.25 allows" in reasons["train.steps"]
+    assert count_tokens(config, texts) < 1.5e5 and "train.hours=0.25 allows" in reasons["train.steps"]
 
 
 def test_a_share_of_the_steps_is_the_warm_up():
-    steps = lambda *options: settings(*options).optimizer.warmup_steps(1000)
-    assert steps() == 50 and steps("optimizer.warmup=20") == 20
-    assert settings("optimizer.warmup=0").optimizer.warmup_steps(1000) == 0
+    for warmup, steps in (("0.05", 50), ("20", 20), ("0", 0)):
+        assert settings(f"optimizer.warmup={warmup}").optimizer.warmup_steps(1000) == steps
 
 
 def test_a_resumed_run_is_the_same_on_another_machine(fit, monkeypatch):
-    open_ones = (
-        "train.steps=auto",
-        "train.validate_every=auto",
-        "train.epochs=1",
-        "train.accumulation=auto",
-        "data.length=auto",
-    )
+    path = Path("checkpoints/some/config.yaml")
+    names = ("train.steps", "train.validate_every", "train.accumulation", "data.length")
+    open_options = ("train.epochs=1", *(f"{name}=auto" for name in names))
     monkeypatch.setattr(prepare, "time_steps", lambda *_: FAST)
-    fit("whole", *open_ones)
-    fit("some", *open_ones)
-    settled = lambda: flatten(read_settings(build.Path("checkpoints/some/config.yaml"))) | {"resume": None}
-    decided = settled()
-    build.Path("checkpoints/some/finished").unlink()
+    fit("whole", *open_options)
+    fit("some", *open_options)
+    decided = flatten(read_settings(path)) | {"resume": None}
+    path.with_name("finished").unlink()
     monkeypatch.setattr(prepare, "time_steps", lambda *_: pytest.fail("it was decided before"))
-    fit("some", *open_ones, "resume=true")
-    assert decided == settled()
+    fit("some", *open_options, "resume=true")
+    assert decided == flatten(read_settings(path)) | {"resume": None}
     assert losses_of("some") == losses_of("whole") and all(decided.get(name) != "auto" for name in list_auto_options())
 
 

@@ -8,9 +8,10 @@ from specdec.text.reading import read_sources
 from train.settings.hydra_text import check_options, quote_arguments
 
 TEXTS = [
-    "data/x.jsonl", "数据/rows.jsonl", "my data (1)/rows.jsonl", "lr=1e-4,bs=2/rows.jsonl", "a#b:c", "it's", 'say "hi', " x ", "a\\", "\\",
-    "${x}", "\\${x}", "\\\\${x}y\\", "${f%%.*}", "{a}", "{", "[a", "$HOME", "%{}^&*()!@~`;<>?|", "a\tb", "a\nb", "\udce4b", "1e3", "1", "0x1f",
-    "true", "False", "nan", "a, b", "é.jsonl", "C:\\data\\rows.jsonl", "a=b", "(a)", "'a' b", "choice(a,b)", "@x", "~/rows.jsonl", "x" * 400,
+    "data/x.jsonl", "数据/rows.jsonl", "my data (1)/rows.jsonl", "lr=1e-4,bs=2/rows.jsonl", "a#b:c", "it's", 'say "hi',
+    " x ", "a\\", "\\", "${x}", "\\${x}", "\\\\${x}y\\", "${f%%.*}", "{a}", "{", "[a", "$HOME", "%{}^&*()!@~`;<>?|",
+    "a\tb", "a\nb", "\udce4b", "1e3", "1", "0x1f", "true", "False", "nan", "a, b", "é.jsonl", "C:\\data\\rows.jsonl",
+    "a=b", "(a)", "'a' b", "choice(a,b)", "@x", "~/rows.jsonl", "x" * 400,
 ]  # fmt: skip
 
 

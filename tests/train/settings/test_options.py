@@ -1,11 +1,8 @@
 """Options of a run: refusals derived from the models, before anything is loaded; the help; the names of runs."""
 
-import copy
 import pkgutil
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, get_args, get_origin
 
 import hydra
 import pytest
@@ -15,75 +12,35 @@ from omegaconf import OmegaConf
 from pydantic.fields import FieldInfo
 
 from specdec.core import progress
-from specdec.core.option_types import (
-    HUGE,
-    describe_bounds,
-    find_options,
-    format_value,
-    list_choices,
-    list_fields,
-    list_kinds,
-    list_types,
-    read_bounds,
-    read_options,
-)
+from specdec.core.option_types import find_options, list_choices, list_fields, list_kinds
 from specdec.core.precision import AUTO
 from specdec.core.rules import RULES
 from specdec.decoding.drafting import Drafting
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle3
 from specdec.options import config_files
-from specdec.options.config_files import flatten
+from specdec.options.config_files import fill, flatten
 from specdec.proposers.growth import Children
-from tests.support import ROOT, log_of
+from tests.refusals import assert_refused
+from tests.support import ROOT, log_of, losses_of
+from tests.train.composing import compose
 from train.loop import optimizer
 from train.loop.optimizer import read_norms
-from train.settings import hydra_text as overrides
-from train.settings import usage
+from train.settings import hydra_text, usage
 from train.settings.hydra_text import make_search_path
 from train.settings.options import RunConfig, RunDraftingOptions, RunOptions, list_auto_options, read_run
 
-WRONG = [
-    *map(float, ("nan", "inf", "-inf")),
-    -1,
-    -0.5,
-    10**400,
-    1e300,
-    True,
-    "abc",
-    "",
-    [1],
-    {"a": 1},
-    [],
-    [None],
-    None,
-]
 HEADS = list(config_files.list_files("head"))
-CHECKED_BY_THEIR_READERS = (
-    "template",
-    "head.drafter",
-    "head.objective",
-    "head.optimizer",
-    "target.outline",
-    "data.train",
-)
-
-
-def compose(*overrides: str) -> dict:
-    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return OmegaConf.to_container(
-            hydra.compose("train", ["run=some", *overrides, make_search_path()]), resolve=True
-        )
 
 
 @pytest.fixture(scope="module")
-def usual() -> dict:
+def default() -> dict:
     return compose("head=eagle3")
 
 
 @pytest.fixture(scope="module")
-def options(usual) -> RunOptions:
-    return read_run(usual)
+def options(default) -> RunOptions:
+    return read_run(default)
 
 
 # Models and YAML
@@ -95,15 +52,11 @@ def test_every_key_of_yaml_is_an_option_and_the_reverse(head):
     options = read_run(document)
     assert flatten(options.document()) == flatten(document)
     fields = list_fields(RunOptions)
-    names = {
-        name
-        for name in flatten(document)
-        if not name.startswith(("head.drafter.", "head.objective.", "target.outline.", "data.train."))
-    }
-    groups = {"head.drafter", "head.objective", "target.outline", "template"}
-    absent = {"head.optimizer", "head.adapter.lr", "head.adapter.delay", "machine.launch"}  # of some heads only
-    assert {re.sub(r"^(head\.optimizer)\..*", r"\1", name) for name in names} <= set(fields)
-    assert set(fields) - names - groups <= absent | {"data.train"}
+    in_dicts = ("head.drafter.", "head.objective.", "head.optimizer.", "target.outline.", "data.train.")
+    names = {name for name in flatten(document) if not name.startswith(in_dicts)}
+    dicts = {name for name, field in fields.items() if dict in list_kinds(field)}
+    absent = {"head.adapter.lr", "head.adapter.delay"}  # of some heads only
+    assert names <= set(fields) and set(fields) - names <= dicts | absent
     for part in ("drafter", "objective"):
         settings = document["head"][part]
         model = find_options(pkgutil.resolve_name(settings["_target_"]))
@@ -122,86 +75,29 @@ def test_every_option_that_may_be_auto_is_decided(options):
 # Refusals
 
 
-def changed(document: dict, name: str, value) -> dict:
-    document = copy.deepcopy(document)
-    *groups, key = name.split(".")
-    place = document
-    for group in groups:
-        place = place[group] if isinstance(place.get(group), dict) else place.setdefault(f"{group}", {})
-    place[key] = value
-    return document
+def is_read_elsewhere(field: FieldInfo) -> bool:
+    """Whether an option holds a dict, which its own reader checks: of a chat template, a class, weights of sources."""
+    return dict in list_kinds(field)
 
 
-def values_of(field) -> list:
-    """Values below and above the bounds of an option, and of other types."""
-    values = list(WRONG)
-    for annotation in list_types(field):
-        _, bounds = read_bounds(annotation)
-        values += [bounds[name] - 1 for name in ("ge", "gt") if name in bounds] + [
-            bounds["gt"] for _ in "g" if "gt" in bounds
-        ]
-        values += [bounds[name] + 1 for name in ("le", "lt") if name in bounds] + [
-            bounds["lt"] for _ in "l" if "lt" in bounds
-        ]
-    return values
-
-
-def fits(field, value) -> bool:
-    """Whether an option takes a value, by its types and bounds: a second implementation."""
-    for annotation in list_types(field):
-        kind, bounds = read_bounds(annotation)
-        origin = get_origin(kind) or kind
-        if origin is Literal:
-            fits_one = any(value == choice and type(value) is type(choice) for choice in get_args(kind))
-        elif origin is float:
-            fits_one = type(value) in (int, float) and bounds.get("ge", -HUGE) <= value <= bounds.get("le", HUGE)
-            fits_one = fits_one and bounds.get("gt", -2 * HUGE) < value < bounds.get("lt", 2 * HUGE)
-        elif origin is int:
-            fits_one = type(value) is int and bounds.get("ge", -HUGE) <= value <= bounds.get("le", HUGE)
-        elif origin in (list, Sequence):
-            item = FieldInfo.from_annotation(get_args(kind)[0])
-            sizes = bounds.get("min_length", 0), bounds.get("max_length", 99)
-            fits_one = (
-                isinstance(value, list)
-                and sizes[0] <= len(value) <= sizes[1]
-                and all(fits(item, each) for each in value)
-            )
-        elif origin is str:
-            fits_one = isinstance(value, str) and value != ""
-        else:
-            fits_one = type(value) is (type(None) if kind is None else origin) and (origin is not dict or value != {})
-        if fits_one:
-            return True
-    return False
-
-
-def assert_refused(document: dict, name: str, field: FieldInfo, values: list) -> None:
-    """Asserts that each of the values, and a misspelt name, are refused in the sentence that names the option."""
-    for value in values:
-        with pytest.raises(ValueError) as refused:
-            read_options(RunOptions, changed(document, name, value))
-        assert str(refused.value) == f"{name}={format_value(value)} must be {describe_bounds(field, value)}."
-    with pytest.raises(ValueError, match=rf"^There is no option '{name}z'\. Did you mean '{name}'\? See --help\.$"):
-        read_options(RunOptions, changed(document, f"{name}z", 1))
-
-
-@pytest.mark.parametrize("name", [name for name in list_fields(RunOptions) if name not in CHECKED_BY_THEIR_READERS])
-def test_no_option_takes_what_it_cannot_use(usual, name):
-    """Each option below and above its bounds, of wrong types, null, misspelt: the sentence names it and what it may be."""
-    field = list_fields(RunOptions)[name]
-    document = changed(usual, "head.adapter", {"lr": 1.0, "delay": 1}) if name.startswith("head.adapter.") else usual
-    assert_refused(document, name, field, [value for value in values_of(field) if not fits(field, value)])
+@pytest.mark.parametrize("name", list_fields(RunOptions))
+def test_no_option_takes_a_wrong_value(default, name):
+    """Below and above its bounds, of a wrong type, null, misspelt: the sentence names the option and its bounds."""
+    field, document = list_fields(RunOptions)[name], default
+    if name.startswith("head.adapter."):
+        document = fill(default, {"head.adapter": {"lr": 1.0, "delay": 1}})
+    if not is_read_elsewhere(field):
+        assert_refused(RunOptions, document, name, field)
 
 
 @pytest.mark.parametrize("group", ["drafter", "objective"])
 @pytest.mark.parametrize("head", HEADS)
-def test_no_option_of_a_head_takes_what_it_cannot_use(head, group):
+def test_no_option_of_a_head_takes_a_wrong_value(head, group):
     document = compose(f"head={head}")
     model = find_options(pkgutil.resolve_name(document["head"][group]["_target_"]))
     for key, field in model.model_fields.items():
-        name = f"head.{group}.{key}"
-        wrong = [value for value in values_of(field) if not (fits(field, value) or dict in list_kinds(field))]
-        assert_refused(document, name, field, wrong)
+        values = [] if is_read_elsewhere(field) else None
+        assert_refused(RunOptions, document, f"head.{group}.{key}", field, values)
 
 
 TOGETHER = {  # what two options may not be together
@@ -228,11 +124,10 @@ def test_what_does_not_go_together(options):
 
 
 def test_the_choices_are_those_that_exist():
-    fields = list_fields(RunOptions)
-    choices = lambda name: list_choices(fields[name])
-    assert set(choices("optimizer.schedule")) == set(optimizer.SCHEDULE_SHAPES)
-    assert tuple(choices("progress")) == progress.MODES
-    assert set(choices("decode.rule")) == set(RULES) and tuple(choices("decode.children")) == Children.__args__
+    choices = {name: list_choices(field) for name, field in list_fields(RunOptions).items()}
+    assert set(choices["optimizer.schedule"]) == set(optimizer.SCHEDULE_SHAPES)
+    assert tuple(choices["progress"]) == progress.MODES
+    assert set(choices["decode.rule"]) == set(RULES) and tuple(choices["decode.children"]) == Children.__args__
     assert {*Drafting.__dataclass_fields__} == {*RunDraftingOptions.model_fields}
 
 
@@ -255,17 +150,16 @@ def test_a_run_refuses_before_it_loads_anything(fit, monkeypatch, option, senten
 
 
 def test_zero_means_never(fit, tmp_path):
-    """train.max_grad_norm=0 trains as a bound that is never reached, and the other settings leave the last step alone."""
+    """train.max_grad_norm=0 trains as a bound that is never reached. The other settings leave the last step alone."""
     zeros = [f"train.{name}=0" for name in ("max_grad_norm", "validate_every", "save_every", "log_every")]
     assert fit("zero", *zeros, "head=eagle3") == 0
     assert fit("large", *zeros, "train.max_grad_norm=1e9", "head=eagle3") == 0
-    lines = [log_of(run) for run in ("zero", "large")]
-    steps = [row["step"] for row in lines[0] if "loss" in row]
-    assert len(steps) == 2 and steps[0] == 1 and {row["step"] for row in lines[0] if "validation" in row} == {steps[1]}
-    assert [row.get("loss") for row in lines[0]] == [row.get("loss") for row in lines[1]]
-    assert len({row["loss"] for row in lines[0] if "loss" in row}) == 2  # weights changed
-    assert all(row["clipped"] == 0 and row["grad_norm"] > 0 for row in lines[0] if "loss" in row)
-    assert [path.name for path in (tmp_path / "checkpoints/zero/state").iterdir()] == [f"step_{steps[1]:06d}"]
+    losses = losses_of("zero")
+    first, last = losses
+    assert first == 1 and {row["step"] for row in log_of("zero") if "validation" in row} == {last}
+    assert losses == losses_of("large") and losses[first] != losses[last]  # weights changed
+    assert all(row["clipped"] == 0 < row["grad_norm"] for row in log_of("zero") if "loss" in row)
+    assert [path.name for path in (tmp_path / "checkpoints/zero/state").iterdir()] == [f"step_{last:06d}"]
     assert read_norms([torch.tensor(3.0)], float("inf")) == {"grad_norm": 3.0, "clipped": 0.0}
 
 
@@ -275,17 +169,14 @@ def test_zero_means_never(fit, tmp_path):
 def test_help_shows_every_option_and_its_comment():
     text = usage.describe_usage()
     config = OmegaConf.load(ROOT / "conf" / "train.yaml")
-    for key in config:
-        if key not in ("defaults", "hydra"):
-            assert re.search(rf"^{key}:", text, re.M), key
-    for comment in (
-        "# steps",
-        "# continue the run in that folder",
-        "# half-width, on features",
-        "(a whole number of 1 or more, or auto)",
-    ):
+    keys = [key for key in config if key not in ("defaults", "hydra")]
+    assert all(re.search(rf"^{key}:", text, re.M) for key in keys) and "head=consistency|dflash" in text
+    for comment in ("# steps", "# continue the run in that folder", "# half-width, on features", "1 or more, or auto)"):
         assert comment in text
-    assert "head=consistency|dflash" in text
+    assert "optional" not in str(config.defaults)  # an experiment that does not exist is refused
+
+
+KNOWN_OPTIONS = ["head=eagle", "experiment=blockwise", "head.objective.losses.kl=1", "+more.of=1", "template={}"]
 
 
 @pytest.mark.parametrize(
@@ -293,15 +184,8 @@ def test_help_shows_every_option_and_its_comment():
     [("train.stepz=3", "train.steps"), ("head.objektive.depth=3", "head.objective.depth"), ("heads=mtp", "head")],
 )
 def test_an_unknown_option_is_named_with_the_one_that_is_like_it(option, close):
-    known_options = [
-        "head=eagle",
-        "experiment=blockwise",
-        "head.objective.losses.kl=1",
-        "+more.of=1",
-        "head.drafter.num_layers=2",
-    ]
-    assert usage.find_unknown_option(known_options) is None
-    sentence = usage.find_unknown_option([*known_options, option])
+    assert usage.find_unknown_option(KNOWN_OPTIONS) is None
+    sentence = usage.find_unknown_option([*KNOWN_OPTIONS, option])
     assert sentence.startswith(f"There is no option {option.partition('=')[0]!r}. Did you mean {close!r}?")
     assert usage.find_unknown_option(["xyzzy=1"]) == "There is no option 'xyzzy'. See --help."
 
@@ -309,25 +193,17 @@ def test_an_unknown_option_is_named_with_the_one_that_is_like_it(option, close):
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (
-            "experiment=blokwise",
-            "There is no experiment 'blokwise'. Did you mean 'blockwise'? Leave experiment= out, or",
-        ),
-        ("head=mtp,egle", "There is no head 'egle'. Did you mean 'eagle'?"),
-        ("head=null", "There is no head 'null'."),
-        ("target=Qwen/Qwen3-8B", "There is no target 'Qwen/Qwen3-8B'. Did you mean 'qwen3-8b'?"),
+        ("experiment=blokwise", "experiment 'blokwise'. Did you mean 'blockwise'? Leave experiment= out, or"),
+        ("head=mtp,egle", "head 'egle'. Did you mean 'eagle'?"),
+        ("head=null", "head 'null'."),
+        ("target=Qwen/Qwen3-8B", "target 'Qwen/Qwen3-8B'. Did you mean 'qwen3-8b'?"),
     ],
 )
 def test_a_choice_without_a_file_is_refused(wrong, sentence):
     known = ["head=eagle,mtp", "head=glob(*)", "decode=chain.yaml", "train.steps=2", "heads=x", "plan=true"]
     assert usage.refuse_choices(known) is None
-    assert usage.refuse_choices([*known, wrong]).startswith(f"error: {sentence}")
+    assert usage.refuse_choices([*known, wrong]).startswith(f"error: There is no {sentence}")
     assert usage.refuse_choices([wrong, "--config-dir=mine"]) is None
-
-
-def test_an_experiment_that_does_not_exist_is_not_optional():
-    defaults = OmegaConf.load(ROOT / "conf" / "train.yaml").defaults
-    assert not [key for entry in defaults if not isinstance(entry, str) for key in entry if "optional" in key]
 
 
 # Names of runs
@@ -348,7 +224,7 @@ def test_an_experiment_that_does_not_exist_is_not_optional():
     ],
 )
 def test_a_run_and_its_features_are_named_by_the_target(options, name):
-    assert overrides.make_target_name("targets/smollm2-135m/") == "smollm2-135m"
+    assert hydra_text.make_target_name("targets/smollm2-135m/") == "smollm2-135m"
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = hydra.compose("train", overrides=[*options, make_search_path()], return_hydra_config=True)
     before = HydraConfig.instance().cfg
@@ -385,7 +261,7 @@ def test_paths_of_the_home_folder_in_every_form(train, paths, monkeypatch):
     monkeypatch.setenv("HOME", "/at/home")
     names = ("data.heldout", "data.cache", "features.folder", "target.name", "start", "run", "validation.answers")
     given = [f"data.train={train}", "head.drafter.model=~/model", *(f"{name}=~/x" for name in names)]
-    config = read_run(compose("head=draft", *overrides.quote_arguments(given)))
+    config = read_run(compose("head=draft", *hydra_text.quote_arguments(given)))
     known = flatten(config.document())
     assert config.data.train == paths and known["head.drafter.model"] == "/at/home/model"
     assert {known[name] for name in names} == {"/at/home/x"}
