@@ -1,6 +1,8 @@
 """Packed conversations as tensors, and the supervised stretches in them."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,50 +13,50 @@ from specdec.text.conversations import Row
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Packed conversations. What follows from masks alone is computed on the host, without waiting for a device."""
+    """Packed conversations.
+
+    Its masks stay on the host, too, so that computations with masks alone wait for no device.
+    """
 
     tokens: Tensor  # [B, T] int64
-    loss_mask: Tensor  # [B, T] bool, True where the token is supervised, never at the start of a document
-    documents: Tensor  # [B, T] int64, which packed document, -1 for padding
-    positions: Tensor  # [B, T] int64, position inside its own document, 0 for padding
+    loss_mask: Tensor  # [B, T] bool: the token is supervised; False at the start of a document
+    documents: Tensor  # [B, T] int64: number of the document in its pack; -1: padding
+    positions: Tensor  # [B, T] int64: position in the document; 0 for padding
 
-    host: "TrainingBatch | None" = None  # the same on the CPU; None: it is there
+    host: "TrainingBatch | None" = None  # the same batch on the CPU; None: this one is there
 
     @property
     def on_host(self) -> "TrainingBatch":
+        """The batch on the CPU."""
         return self.host or self
 
     def move_to(self, device: torch.device | str) -> "TrainingBatch":
+        """The batch on a device, without a wait for it."""
         device = torch.device(device)
         if device.type == "cpu":
             return self.on_host
-        tokens, loss_mask, documents, positions = (
-            devices.upload_tensor(tensor, device)
-            for tensor in (self.tokens, self.loss_mask, self.documents, self.positions)
+        return replace(self._apply(partial(devices.upload_tensor, device=device)), host=self.on_host)
+
+    def select_packs(self, pack_indices: list[int]) -> "TrainingBatch":
+        """Some of the batch's packs, on the CPU."""
+        return self.on_host._apply(lambda tensor: tensor[pack_indices])
+
+    def _apply(self, function: Callable[[Tensor], Tensor]) -> "TrainingBatch":
+        return TrainingBatch(
+            function(self.tokens), function(self.loss_mask), function(self.documents), function(self.positions)
         )
-        return TrainingBatch(tokens, loss_mask, documents, positions, host=self.on_host)
 
     def goal_mask(self, supervise: str) -> Tensor:
         """[B, T] bool on the CPU: the tokens that a drafter is trained to guess.
 
-        supervise: answers, or text for prompts too
+        supervise: answers; text: tokens of prompts, too
         """
         host = self.on_host
         return host.positions > 0 if supervise == "text" else host.loss_mask
 
-    def select_packs(self, pack_indices: list[int]) -> "TrainingBatch":
-        """Some of the batch's packs, on the CPU."""
-        host = self.on_host
-        return TrainingBatch(
-            host.tokens[pack_indices],
-            host.loss_mask[pack_indices],
-            host.documents[pack_indices],
-            host.positions[pack_indices],
-        )
-
 
 def collate(packs: list[list[Row]], *, length: int, pad_token: int) -> TrainingBatch:
-    """Lays each pack's rows one after the other and pads to `length`."""
+    """Packs as a batch: the rows of each pack one after the other, then padding up to `length` tokens."""
     tokens = torch.full((len(packs), length), pad_token)  # [B, T]
     loss_mask = torch.zeros_like(tokens, dtype=torch.bool)  # [B, T]
     documents = torch.full_like(tokens, -1)  # [B, T]
@@ -73,7 +75,12 @@ def collate(packs: list[list[Row]], *, length: int, pad_token: int) -> TrainingB
 
 
 def find_answers(batch: TrainingBatch, row: int) -> list[tuple[int, int]]:
-    """Supervised stretches [start, stop) of one row of a batch."""
-    answer_keys = torch.where(batch.loss_mask[row], batch.documents[row], -1).tolist()
-    cuts = [i for i in range(len(answer_keys)) if i == 0 or answer_keys[i] != answer_keys[i - 1]] + [len(answer_keys)]
-    return [(start, stop) for start, stop in zip(cuts, cuts[1:]) if answer_keys[start] >= 0]
+    """The supervised stretches [start, stop) of one row of a batch."""
+    return find_stretches(torch.where(batch.loss_mask[row], batch.documents[row], -1))
+
+
+def find_stretches(numbers: Tensor) -> list[tuple[int, int]]:
+    """The stretches [start, stop) of equal numbers of 0 or more. numbers [T]"""
+    values, lengths = torch.unique_consecutive(numbers, return_counts=True)
+    stretches = zip(values.tolist(), lengths.tolist(), lengths.cumsum(0).tolist())
+    return [(stop - length, stop) for value, length, stop in stretches if value >= 0]

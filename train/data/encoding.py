@@ -32,35 +32,47 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.core import files, progress, row_files
 from specdec.measuring import trained_prompts
-from specdec.text import answer_mask, chat_template, messages, reading, token_text
-from specdec.text import conversations as data
+from specdec.text import answer_mask, chat_template, conversations, messages, reading, token_text
 from train.data import packing
 
-NumberedRow = tuple[int, str, str | dict]  # index in its source, place, and what reading.read_raw yields: of a row
+NumberedRow = tuple[int, str, str | dict]  # a row: its index in the source, and what reading.read_raw yields of it
 
-ROWS_PER_BATCH = 100  # rows that a process encodes at a time
-BATCHES_AHEAD = 4  # batches for each process that are read before they are written
-ROWS_PER_WORKER = 2_000  # starting a process pays from so many rows on
-CODE_MODULES = (data, answer_mask, chat_template, messages, reading, packing, trained_prompts, row_files, token_text)
-CODE_FILES = [__file__, *(str(module.__file__) for module in CODE_MODULES)]  # decides about the encoded rows
+ROWS_PER_BATCH = 100  # rows that a process encodes at a time: sending them costs little beside encoding them
+BATCHES_AHEAD = 4  # batches for each process that are read ahead of the writing, so that no process waits
+ROWS_PER_WORKER = 2_000  # rows that pay for the start of one more process
+CODE_MODULES = (
+    answer_mask,
+    chat_template,
+    conversations,
+    messages,
+    packing,
+    reading,
+    row_files,
+    token_text,
+    trained_prompts,
+)
+CODE_FILES = [
+    __file__,
+    *(str(module.__file__) for module in CODE_MODULES),
+]  # files on whose content encoded rows depend
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How sources are encoded. conf/data has the options."""
+    """The settings of encoding sources, from conf/data."""
 
     tokenizer: PreTrainedTokenizerBase
-    cache: Path
-    split: str | None = None  # of a dataset; None: train
-    limit: int | None = None  # rows of each source
+    cache: Path  # folder of encoded sources
+    split: str | None = None  # a dataset's split; None: train
+    limit: int | None = None  # rows of each source; None: all
     workers: int | None = None  # processes; None: as many as the cores and the rows allow
-    arguments: dict[str, Any] = field(default_factory=dict)  # of the chat template, for rows that do not say them
+    arguments: dict[str, Any] = field(default_factory=dict)  # the chat template's, for rows that have none
 
     def __post_init__(self):
         chat_template.check_arguments(self.tokenizer, self.arguments)
 
     def compute_key(self, source: str) -> str:
-        """16 hex digits that change with anything the encoded rows depend on."""
+        """16 hex digits that change with all that the encoded rows depend on."""
         tokenizer = self.tokenizer
         dependencies = [
             tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else token_text.digest_vocabulary(tokenizer),
@@ -77,7 +89,7 @@ class Encoding:
 
 
 def identify_content(source: str, split: str | None) -> list:
-    """What identifies the content of a source: digests of its files, or the fingerprint that `datasets` gives."""
+    """The identity of a source's content: digests of its files, or the fingerprint that `datasets` gives."""
     paths = reading.find_files(source)
     if not paths and Path(source).is_dir():
         paths = sorted(path for path in Path(source).rglob("*") if path.is_file())
@@ -93,11 +105,11 @@ def identify_content(source: str, split: str | None) -> list:
 def load_rows(
     train: str | list[str] | dict[str, float], encoding: Encoding, *, hold_out: int = 0, tokens: int | None = None
 ) -> tuple[packing.EncodedRows, numpy.ndarray]:
-    """One or several sources, encoded -> the rows, and the numbers of those to train on: without held-out ones, cut at a number
-    of tokens, repeated by weight.
+    """The encoded rows of one or several sources, and the numbers of the rows to train on.
 
-    train: as reading.read_sources; hold_out, tokens: as conf/data
-    Raises ValueError, naming file and line or the row, for what cannot be encoded.
+    These are without the rows held out, cut at a number of supervised tokens, and repeated by weight.
+    train: sources, as `reading.read_sources` takes them; hold_out, tokens: as in conf/data
+    Raises ValueError, with file and line or the row, for what cannot be encoded.
     """
     weights = reading.read_sources(train)
     for source in weights:
@@ -106,9 +118,8 @@ def load_rows(
     for source, folder in zip(weights, folders):
         files.make_folder_once(folder, functools.partial(encode_source, source, encoding))
     encoded = packing.EncodedRows.load(folders)
-    trainable = numpy.delete(
-        numpy.arange(len(encoded)), reading.choose_held_out(encoded.read_column("greedy").tolist(), hold_out)
-    )
+    held_out = reading.choose_held_out(encoded.read_column("greedy").tolist(), hold_out)
+    trainable = numpy.delete(numpy.arange(len(encoded)), held_out)
     row_numbers = packing.take_tokens(encoded, trainable, tokens)
     if any(weight != 1 for weight in weights.values()):
         row_counts = numpy.diff(numpy.searchsorted(row_numbers, encoded.source_starts)).tolist()  # rows of each source
@@ -121,11 +132,12 @@ def load_rows(
 
 
 def read_source(source: str, encoding: Encoding) -> Iterator[tuple[str, str | dict]]:
+    """The rows of a source up to the limit, as `reading.read_raw` yields them."""
     return itertools.islice(reading.read_raw(source, encoding.split), encoding.limit)
 
 
 def count_rows(source: str, encoding: Encoding) -> int:
-    """Rows that `read_source` yields."""
+    """The number of rows that `read_source` yields."""
     if reading.find_files(source):
         return sum(1 for _ in read_source(source, encoding))
     num_rows = len(reading.open_dataset(source, encoding.split))
@@ -133,7 +145,10 @@ def count_rows(source: str, encoding: Encoding) -> int:
 
 
 def encode_source(source: str, encoding: Encoding, folder: Path) -> None:
-    """Writes encoded.arrow into `folder`."""
+    """Writes encoded.arrow into `folder`.
+
+    Raises ValueError for a source without rows, and for a process that ends before its time.
+    """
     num_rows = count_rows(source, encoding)
     if not num_rows:
         raise ValueError(f"There are no rows in {source}.")
@@ -162,7 +177,7 @@ def encode_source(source: str, encoding: Encoding, folder: Path) -> None:
 def encode_batches(
     batches: Iterable[list[NumberedRow]], encoding: Encoding, *, workers: int
 ) -> Iterator[pyarrow.RecordBatch]:
-    """`encode_batch` of each, in their order. workers: processes; 1: this one"""
+    """The batches, encoded, in their order. workers: processes; 1: this process encodes"""
     if workers == 1:
         yield from (encode_batch(batch, encoding) for batch in batches)
         return
@@ -181,9 +196,8 @@ def encode_batches(
         pool.shutdown(cancel_futures=True)
 
 
-_encoding_of_process: list[
-    Encoding
-] = []  # of a process of the pool: a tokenizer takes longer to send than a batch to encode
+# In a process of the pool: a tokenizer takes longer to send than a batch to encode
+_encoding_of_process: list[Encoding] = []
 
 
 def _set_encoding(encoding: Encoding) -> None:
@@ -191,19 +205,19 @@ def _set_encoding(encoding: Encoding) -> None:
 
 
 def encode_batch(batch: list[NumberedRow], encoding: Encoding | None = None) -> pyarrow.RecordBatch:
-    """Rows of a source -> packing.SCHEMA. encoding: None in a process of the pool, which holds it"""
+    """Rows of a source, encoded as packing.SCHEMA. encoding: None in a process of the pool, which holds it"""
     encoding = encoding or _encoding_of_process[0]
     row_columns = []
     for index, location, raw in batch:
         row = reading.to_row(location, raw)
         reading.check_messages(row, location)
         with reading.name_location(location):
-            encoded_row = data.encode(encoding.tokenizer, reading.name_row(row, index, encoding.arguments))
-        writer = str(row.get("target_fingerprint") or "")
-        metadata: dict = {
-            "greedy": row.get("temperature") == 0,
-            "writer": writer,
-            "prompts": trained_prompts.digest_row(row),
-        }
-        row_columns.append(packing.make_columns(encoded_row, **metadata))
+            encoded_row = conversations.encode(encoding.tokenizer, reading.name_row(row, index, encoding.arguments))
+        columns = packing.make_columns(
+            encoded_row,
+            greedy=row.get("temperature") == 0,
+            writer=str(row.get("target_fingerprint") or ""),
+            prompts=trained_prompts.digest_row(row),
+        )
+        row_columns.append(columns)
     return pyarrow.RecordBatch.from_pylist(row_columns, packing.SCHEMA)

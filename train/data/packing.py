@@ -1,4 +1,4 @@
-"""Encoded rows in Arrow tables, which may be mapped from files, and first-fit packing of them."""
+"""Encoded rows in Arrow tables, which may be mapped from files, and their packing by first fit."""
 
 import bisect
 import hashlib
@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy
 import pyarrow
+import pyarrow.compute
 import torch
 from numpy import ndarray
 
 from specdec.text.conversations import Row
 
 ENCODED_FILE = "encoded.arrow"  # the file of a source's encoded rows
-ROWS_PER_CHUNK = 2_000  # rows whose tokens are counted together
+ROWS_PER_CHUNK = 2_000  # rows whose tokens are counted together: a few MB of them
 SCHEMA = pyarrow.schema(
     {
         "tokens": pyarrow.list_(pyarrow.int32()),
@@ -33,11 +34,11 @@ SCHEMA = pyarrow.schema(
         "writer": pyarrow.string(),  # fingerprint of the target that wrote it; empty: not known
         "prompts": pyarrow.list_(pyarrow.int64()),  # digests of its prompts (trained_prompts.py)
     }
-)  # of an encoded row
+)  # an encoded row
 
 
 def make_columns(row: Row, *, greedy: bool = False, writer: str | None = None, prompts: Sequence[int] = ()) -> dict:
-    """A row as SCHEMA has it. prompts: digests of them"""
+    """The columns of SCHEMA for a row. prompts: digests of the row's prompts"""
     return {
         "tokens": numpy.array(row.tokens, dtype=numpy.int32),
         "mask": numpy.array(row.mask, dtype=numpy.uint8),
@@ -53,25 +54,26 @@ def make_columns(row: Row, *, greedy: bool = False, writer: str | None = None, p
 
 
 class EncodedRows:
-    """The rows of several sources, numbered in their order. tables: of SCHEMA, one for each source"""
+    """The rows of several sources, numbered in their order.
+
+    tables: one table of SCHEMA for each source
+    """
 
     def __init__(self, tables: Sequence[pyarrow.Table]):
         self.source_starts = list(itertools.accumulate((len(table) for table in tables), initial=0))
-        self.record_batches = [batch for table in tables for batch in table.to_batches() if len(batch)]
-        self.batch_starts = list(
-            itertools.accumulate((len(batch) for batch in self.record_batches), initial=0)
-        )  # row of each batch
-        self.token_lists = [
-            (_split_lists(batch["tokens"]), _split_lists(batch["mask"])) for batch in self.record_batches
-        ]
+        self.table = pyarrow.concat_tables(tables)
+        batches = self.table.to_batches()
+        self.batch_starts = list(itertools.accumulate((len(batch) for batch in batches), initial=0))
+        self.token_lists = [(_split_lists(batch["tokens"]), _split_lists(batch["mask"])) for batch in batches]
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row]) -> "EncodedRows":
+        """Rows in memory."""
         return cls([pyarrow.Table.from_pylist([make_columns(row) for row in rows], SCHEMA)])
 
     @classmethod
     def load(cls, folders: Iterable[Path]) -> "EncodedRows":
-        """Maps the file ENCODED of some folders, each of one source."""
+        """Rows of files that are mapped and not read. folders: one for each source"""
         mapped_files = [pyarrow.memory_map(str(folder / ENCODED_FILE)) for folder in folders]
         return cls([pyarrow.ipc.open_stream(mapped_file).read_all() for mapped_file in mapped_files])
 
@@ -79,58 +81,48 @@ class EncodedRows:
         return self.source_starts[-1]
 
     def read_column(self, name: str) -> ndarray:
-        """A column of numbers of all rows, [R]"""
-        values = [batch[name].to_numpy(zero_copy_only=False) for batch in self.record_batches]
-        return numpy.concatenate([numpy.zeros(0, dtype=numpy.int64), *values])
+        """A column of numbers or texts of all rows, [R]."""
+        return self.table[name].to_numpy()
 
     def prompt_digests(self, row_numbers: ndarray) -> ndarray:
-        """Digests of the prompts of the numbered rows, increasing, each once [N]"""
-        is_selected, digest_arrays = numpy.zeros(len(self), dtype=bool), [numpy.zeros(0, dtype=numpy.int64)]
-        is_selected[row_numbers] = True
-        for first, batch in zip(self.batch_starts, self.record_batches):
-            digests, ends = _split_lists(batch["prompts"])
-            batch_digests = digests[ends[0] : ends[-1]]
-            digest_arrays.append(batch_digests[numpy.repeat(is_selected[first : first + len(batch)], numpy.diff(ends))])
-        return numpy.unique(numpy.concatenate(digest_arrays))
+        """The digests of the prompts of the numbered rows, increasing and each once, [N]."""
+        return numpy.unique(pyarrow.compute.list_flatten(self.table["prompts"].take(row_numbers)).to_numpy())
 
     @cached_property
-    def lengths(self) -> ndarray:  # [R]
-        return numpy.concatenate(
-            [numpy.zeros(0, dtype=numpy.int64), *(numpy.diff(ends) for (_, ends), _ in self.token_lists)]
-        )
+    def lengths(self) -> ndarray:
+        """The number of tokens of each row, [R]."""
+        return pyarrow.compute.list_value_length(self.table["tokens"]).to_numpy().astype(numpy.int64)
 
     def read_arrays(self, number: int, length: int) -> tuple[ndarray, ndarray]:
-        """-> tokens (int32) and mask (bool) of a row, cut to `length`"""
+        """Tokens (int32) and mask (bool) of a row, cut to `length`."""
         index = bisect.bisect_right(self.batch_starts, number) - 1  # of the batch that holds the row
         row = number - self.batch_starts[index]
-        (tokens, ends), (mask, mask_ends) = self.token_lists[index]
-        start, mask_start = int(ends[row]), int(mask_ends[row])
-        num_tokens = min(int(ends[row + 1]) - start, length)
+        (tokens, token_ends), (mask, mask_ends) = self.token_lists[index]
+        start, mask_start = int(token_ends[row]), int(mask_ends[row])
+        num_tokens = min(int(token_ends[row + 1]) - start, length)
         return tokens[start : start + num_tokens], mask[mask_start : mask_start + num_tokens].view(bool)
 
     def read_row(self, number: int, length: int) -> Row:
+        """A row, cut to `length` tokens."""
         tokens, mask = self.read_arrays(number, length)
-        index = bisect.bisect_right(self.batch_starts, number) - 1
-        row_id, category = (
-            self.record_batches[index][name][number - self.batch_starts[index]].as_py() for name in ("id", "category")
-        )
-        return Row(id=row_id, category=category, tokens=tokens.tolist(), mask=mask.tolist())
+        names = {name: self.table[name][number].as_py() for name in ("id", "category")}
+        return Row(**names, tokens=tokens.tolist(), mask=mask.tolist())
 
     def count_goals(self, length: int) -> ndarray:
-        """Supervised tokens of each row that something precedes among its first `length` tokens, [R]"""
+        """Supervised tokens of each row behind the first one, among its first `length` tokens, [R]."""
         counts = (numpy.count_nonzero(self.read_arrays(number, length)[1][1:]) for number in range(len(self)))
         return numpy.fromiter(counts, dtype=numpy.int64, count=len(self))
 
 
 def _split_lists(column: pyarrow.ListArray) -> tuple[ndarray, ndarray]:
-    """-> the values of all rows of a batch [N]; where in them each row begins, and the last one ends [R + 1]"""
+    """The values of all rows of a batch [N], and where in them each row begins and the last one ends [R + 1]."""
     return column.values.to_numpy(), column.offsets.to_numpy()
 
 
 def pack_first_fit(lengths: Sequence[int], capacity: int) -> ndarray:
-    """First fit: every row, in order, goes into the first pack with enough room. -> the pack of each row, [R]
+    """The pack of each row, [R], by first fit: every row, in order, goes into the first pack with enough room.
 
-    lengths: of the rows, none above `capacity`
+    lengths: tokens of each row, none above `capacity`
     A tree over the packs holds the largest room under each node, so a row costs O(log R).
     """
     leaves = 1 << max(0, len(lengths) - 1).bit_length()
@@ -147,8 +139,7 @@ def pack_first_fit(lengths: Sequence[int], capacity: int) -> ndarray:
         room[node] -= length
         while node > 1:
             node //= 2
-            left_room, right_room = room[2 * node], room[2 * node + 1]
-            largest_room = left_room if left_room > right_room else right_room
+            largest_room = max(room[2 * node], room[2 * node + 1])
             if room[node] == largest_room:
                 break
             room[node] = largest_room
@@ -156,10 +147,11 @@ def pack_first_fit(lengths: Sequence[int], capacity: int) -> ndarray:
 
 
 class Packs(torch.utils.data.Dataset):
-    """Rows cut to `length` and packed, or one row in each pack; items are packs for `collate`.
+    """Rows cut to `length` tokens and packed, or one row in each pack. Items are packs for `collate`.
 
-    numbers: the rows to pack, in this order; a row may occur several times. None: all
-    `fingerprint` (16 hex digits) changes with any token, mask or boundary; `num_supervised` counts goals.
+    row_numbers: the rows to pack, in this order; a row may occur several times. None: all rows
+    fingerprint: 16 hex digits that change with any token, mask or boundary
+    num_supervised: the goals of all packs
     One warning says how many rows were cut and skipped. Raises ValueError if no row remains.
     """
 
@@ -170,13 +162,13 @@ class Packs(torch.utils.data.Dataset):
         usable = row_numbers[goal_counts[row_numbers] > 0]
         self.num_cut, self.num_skipped = int((encoded.lengths[usable] > length).sum()), len(row_numbers) - len(usable)
         self.num_supervised = int(goal_counts[usable].sum())
+
+        # The rows in the order of their packs, and where in them each pack ends, behind a 0
         cut_lengths = numpy.minimum(encoded.lengths[usable], length)
         pack_of_row = pack_first_fit(cut_lengths.tolist(), length) if packed else numpy.arange(len(cut_lengths))
-        self.packed_rows = usable[numpy.argsort(pack_of_row, kind="stable")]  # the rows in the order of their packs
+        self.packed_rows = usable[numpy.argsort(pack_of_row, kind="stable")]
         pack_sizes = numpy.bincount(pack_of_row)
-        self.pack_ends = numpy.concatenate([[0], numpy.cumsum(pack_sizes)]).astype(
-            numpy.int64
-        )  # of each pack in it, after a 0
+        self.pack_ends = numpy.concatenate([[0], numpy.cumsum(pack_sizes)]).astype(numpy.int64)
         self.fingerprint = self._compute_fingerprint(numpy.repeat(pack_sizes, pack_sizes).tolist())
         if self.num_cut or self.num_skipped:
             warnings.warn(
@@ -184,17 +176,18 @@ class Packs(torch.utils.data.Dataset):
                 "skipped, because their prompt alone is that long. Raise the length to keep them.",
                 stacklevel=2,
             )
-        if num_left_out := int(self.encoded.read_column("left_out")[numpy.unique(self.packed_rows)].sum()):
+        if num_left_out := int(encoded.read_column("left_out")[numpy.unique(self.packed_rows)].sum()):
             warnings.warn(
-                f"{num_left_out} answers of earlier turns are not supervised: the chat template writes them there without their "
-                "thoughts, or behind another prompt. Give each of these turns as the last one of a row of its own.",
+                f"{num_left_out} answers of earlier turns are not supervised: the chat template writes them there "
+                "without their thoughts, or behind another prompt. Give each of these turns as the last one of a row "
+                "of its own.",
                 stacklevel=2,
             )
         if not len(self):
             raise ValueError(f"No row has a supervised token among their first {length}. Raise the length or add data.")
 
     def _compute_fingerprint(self, pack_sizes: list[int]) -> str:
-        """sizes: rows in the pack of each member"""
+        """The digest of all packs. pack_sizes: rows in the pack of each packed row"""
         digest = hashlib.sha256()
         for number, pack_size in zip(self.packed_rows.tolist(), pack_sizes):
             tokens, mask = self.encoded.read_arrays(number, self.length)
@@ -205,28 +198,28 @@ class Packs(torch.utils.data.Dataset):
 
     @cached_property
     def template_arguments(self) -> dict[str, Any]:
-        """The template arguments with which all rows were written; {} if these are not known, or not the same"""
+        """The template arguments with which all rows were written; {}: unknown, or not the same for all rows."""
         distinct_arguments = set(self.encoded.read_column("arguments")[self.packed_rows].tolist())
         return json.loads(distinct_arguments.pop()) if len(distinct_arguments) == 1 else {}
 
     @property
     def writers(self) -> list[str]:
-        """Fingerprints of what wrote the rows; empty: not known"""
+        """The fingerprint of the target that wrote each row; an empty text: unknown."""
         return self.encoded.read_column("writer")[self.packed_rows].tolist()
 
     @cached_property
     def prompt_digests(self) -> ndarray:
-        """Digests of the prompts of the rows, increasing [N]"""
+        """The digests of the prompts of all rows, increasing, [N]."""
         return self.encoded.prompt_digests(self.packed_rows)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all packs without padding."""
+        """The tokens of all packs, without padding."""
         return int(numpy.minimum(self.encoded.lengths[self.packed_rows], self.length).sum())
 
     @cached_property
     def supervised_counts(self) -> torch.Tensor:
-        """How often each id is supervised, up to the highest that is."""
+        """The number of times that each id is supervised, [highest supervised id + 1]."""
         counts = numpy.zeros(0, dtype=numpy.int64)
         for start in range(0, len(self.packed_rows), ROWS_PER_CHUNK):
             pairs = [
@@ -249,17 +242,17 @@ class Packs(torch.utils.data.Dataset):
         return [self.encoded.read_row(number, self.length) for number in row_numbers]
 
 
-# Which rows
+# Selection and repetition of rows
 
 
 def take_tokens(encoded: EncodedRows, row_numbers: ndarray, num_tokens: int | None) -> ndarray:
-    """The first of the numbered rows, until `num` supervised tokens are reached; all for None."""
+    """The first of the numbered rows, until they hold `num_tokens` supervised tokens; all rows for None."""
     counts = encoded.read_column("supervised")[row_numbers]
     return row_numbers if num_tokens is None else row_numbers[numpy.cumsum(counts) - counts < num_tokens]
 
 
 def count_copies(num_rows: int, weight: Fraction) -> ndarray:
-    """How often each of `num` rows occurs in an epoch, [num]: row i floor((i + 1) w) - floor(i w) times.
+    """The number of times that each row occurs in an epoch, [num_rows]: floor((i + 1) w) - floor(i w) for row i.
 
     So weight 2 has every row twice, 0.5 every second row, and 1.5 every row once and every second row once more.
     """
@@ -267,7 +260,7 @@ def count_copies(num_rows: int, weight: Fraction) -> ndarray:
 
 
 def repeat_rows(row_numbers: ndarray, copies: ndarray) -> ndarray:
-    """Every row as often as `copies` says: all rows once, then those that come twice, and so on."""
+    """Rows repeated `copies` times: all rows once, then the rows that come twice, and so on."""
     passes = [row_numbers[copies > pass_index] for pass_index in range(int(copies.max(initial=0)))]
     return numpy.concatenate([row_numbers[:0], *passes])
 
@@ -276,7 +269,10 @@ def repeat_rows(row_numbers: ndarray, copies: ndarray) -> ndarray:
 
 
 def choose_draft_vocab(packs: Packs, *, size: int | None, num_tokens: int) -> torch.Tensor | None:
-    """A draft vocabulary, increasing ids [W]: the `size` that are supervised most often; None: all `num_tokens`. Ties prefer low ids."""
+    """The `size` ids that are supervised most often, increasing, [W]; None: the draft vocabulary is the whole one.
+
+    num_tokens: size of the target's vocabulary. Ties prefer low ids.
+    """
     if size is None or size >= num_tokens:
         return None
     frequencies = torch.zeros(num_tokens, dtype=torch.long)
@@ -285,6 +281,6 @@ def choose_draft_vocab(packs: Packs, *, size: int | None, num_tokens: int) -> to
 
 
 def measure_coverage(packs: Packs, vocab: torch.Tensor) -> float:
-    """The share of the supervised tokens that are in the draft vocabulary, [W] ids."""
+    """The share of the supervised tokens that are in a draft vocabulary. vocab [W]: its ids"""
     counts = packs.supervised_counts
     return float(counts[vocab[vocab < len(counts)]].sum() / counts.sum())

@@ -1,6 +1,6 @@
 """Cached features in a folder: one file for each document, with a checksum for each tensor.
 
-A truncated or damaged file is named in a warning and made again.
+A warning names a truncated or damaged file, which is then made again.
 """
 
 import hashlib
@@ -22,10 +22,10 @@ from specdec.target.model import Target
 
 
 class FeatureFolder:
-    """Outputs of single documents in a folder, found by their tokens.
+    """The target's outputs for single documents, found by the documents' tokens.
 
-    layers: numbers of the hidden states that are needed; files hold these, or more, and the final one
-    Raises ValueError for a folder that was made by another target, in another form, or without these layers.
+    layers: numbers of the hidden states that are needed; files hold these or more, and the final state
+    Raises ValueError for a folder that another target made, in another form, or without these layers.
     """
 
     def __init__(self, target: Target, layers: tuple[int, ...], path: Path):
@@ -42,39 +42,45 @@ class FeatureFolder:
             stored_record = read_json(path / "about.json")
             differences = [] if target.matches(stored_record.get("target")) else ["target"]
             differences += [key for key in ("dtype", "bits", "files") if stored_record.get(key) != self.record[key]]
-            differences += [] if set(self.record["layers"]) <= set(stored_record.get("layers", ())) else ["layers"]
+            if not set(self.record["layers"]) <= set(stored_record.get("layers", ())):
+                differences.append("layers")
             if differences:
                 raise ValueError(
-                    f"The cached features in {path} were made with another {', '.join(differences)}. Delete the folder, give another "
-                    "folder=, or use mode=online."
+                    f"The cached features in {path} were made with another {', '.join(differences)}. "
+                    "Delete the folder, give another folder=, or use mode=online."
                 )
             self.record = stored_record | {"target": target.fingerprint()}  # every file holds all layers of the folder
             self.has_record = self.record == stored_record
         self.layers: tuple[int, ...] = tuple(self.record["layers"])
 
     def create(self) -> None:
-        """Makes the folder."""
+        """Makes the folder, with its record."""
         if not self.has_record:
             self.path.mkdir(parents=True, exist_ok=True)
             write_text(self.path / "about.json", json.dumps(self.record, indent=2) + "\n")
 
     def count_bytes(self, num_tokens: int) -> int:
+        """Bytes of the outputs of `num_tokens` tokens."""
         return num_tokens * len(self.layers) * self.target.width * self.target.embed.weight.element_size()
 
     def check_space(self, num_bytes: int) -> None:
-        """Raises ValueError if the disk is too small."""
+        """Raises ValueError if the disk has less free space than `num_bytes` and a tenth."""
         num_free = count_free_bytes(self.path)
         if num_free < 1.1 * num_bytes:
             raise ValueError(
-                f"Cached features need {num_bytes / 1e9:.1f} GB and {num_free / 1e9:.1f} GB are free: use mode=online or engine "
-                "(which keep nothing), fewer steps, less data, or another folder=."
+                f"Cached features need {num_bytes / 1e9:.1f} GB and {num_free / 1e9:.1f} GB are free: use mode=online "
+                "or engine (which keep nothing), fewer steps, less data, or another folder=."
             )
 
     def contains(self, tokens: Tensor) -> bool:
+        """Whether there is a file for a document. tokens [t]"""
         return self._find_path(tokens).exists()
 
     def read(self, tokens: Tensor, layers: tuple[int, ...]) -> list[Tensor] | None:
-        """[t, D] for each of these layers; None, with a warning if it is damaged, for a file that must be made."""
+        """A document's states [t, D] at each of these layers; None if its file is missing or damaged.
+
+        A warning names a damaged file, which is removed.
+        """
         path = self._find_path(tokens)
         if not path.exists():
             return None
@@ -86,7 +92,7 @@ class FeatureFolder:
             return None
 
     def write(self, tokens: Tensor, states: list[Tensor]) -> None:
-        """states: [t, D] for each of `layers`"""
+        """Writes a document's states: [t, D] for each of `self.layers`."""
         path = self._find_path(tokens)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {str(layer): state.cpu().contiguous() for layer, state in zip(self.layers, states, strict=True)}
@@ -101,7 +107,7 @@ class FeatureFolder:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """The file appears whole or not at all. Raises ValueError, and leaves nothing behind, if the disk is full."""
+    """Writes a file, whole or not at all. Raises ValueError if the disk is full, and removes what it has written."""
     partial_path = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.partial")
     try:
         checksums = {name: compute_checksum(name, value) for name, value in tensors.items()}
@@ -113,7 +119,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def read_tensors(path: Path, names: list[str]) -> list[Tensor]:
-    """Some tensors of a file. Raises ValueError if the file is truncated or one of them is damaged."""
+    """Some tensors of a file. Raises ValueError if the file is truncated or one of these tensors is damaged."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             checksums = file.metadata() or {}  # none in files of earlier versions
@@ -127,6 +133,6 @@ def read_tensors(path: Path, names: list[str]) -> list[Tensor]:
 
 
 def compute_checksum(name: str, value: Tensor) -> str:
-    """CRC-32 of a tensor's name, type, shape and bytes: 4 GB/s on one core, next to nothing beside the reading."""
+    """CRC-32 of a tensor's name, type, shape and bytes. One core computes 4 GB/s, so reading takes far longer."""
     header_crc = zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode())
     return f"{zlib.crc32(value.contiguous().view(torch.uint8).numpy().data, header_crc):08x}"

@@ -17,81 +17,85 @@ from train.data.packing import Packs
 from train.features.outputs import FeatureRead, Features, StoredFeatures
 
 Result = TypeVar("Result")
-MICRO_BATCHES_AHEAD, TOKENS_AHEAD = (
-    4,
-    65_536,
-)  # micro-batches that a server is asked for ahead of the step, and their tokens
+MICRO_BATCHES_AHEAD = 4  # micro-batches that a server is asked for ahead of the step: one takes it up to four steps
+TOKENS_AHEAD = 65_536  # tokens of these micro-batches, whose outputs must fit in the memory of the host
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    number: int  # of this process' micro-batches, from 0 on
-    pack_indices: list[int]  # of the packs
-    row_ids: list[list[str]]  # ids of each pack's rows, to name them
+    """The packs that one process reads between two backward passes."""
+
+    number: int  # place among this process' micro-batches, from 0 on
+    pack_indices: list[int]
+    row_ids: list[str]  # ids of the packs' rows, for messages
     batch: TrainingBatch  # on the CPU
-    feature_read: FeatureRead | None = None  # the target's outputs, if they are being read ahead
+    feature_read: FeatureRead | None = None  # the target's outputs, if they are read ahead
 
 
 @dataclass(frozen=True)
 class Material:
-    """What steps are made of: packs, and the target's outputs for them."""
+    """The inputs of training steps: packs, and the target's outputs for them."""
 
     packs: Packs
     length: int  # tokens of a pack
     features: Features | None  # None: the objective reads the target itself
 
     def collate(self, indices: list[int]) -> TrainingBatch:
+        """Some packs as a batch, on the CPU."""
         return batches.collate([self.packs[index] for index in indices], length=self.length, pad_token=0)
 
     def count_prefetched(self, batch: int) -> int:
-        """How many micro-batches of so many packs to read ahead: a server answers late, but many texts at once."""
+        """The number of micro-batches to read ahead. A server answers late, but many texts at once.
+
+        batch: packs of a micro-batch
+        """
         if not isinstance(self.features, StoredFeatures) or self.features.reader is None:
             return 1
         return max(1, min(MICRO_BATCHES_AHEAD, TOKENS_AHEAD // (batch * self.length)))
 
     def target_output(self, batch: TrainingBatch, prefetched: TargetOutput | None = None) -> TargetOutput | None:
-        """batch: on the training device; ahead: what has been read of them already"""
+        """The target's outputs for a batch on the training device. prefetched: the outputs, if they were read ahead"""
         return self.features(batch, prefetched) if self.features else None
 
 
 @dataclass
 class Order:
-    """Which packs a process reads. An epoch is a permutation made from the seed, dealt to groups of processes in turn.
+    """The order in which a process reads packs.
 
-    number, num: this process' group, and how many there are
-    first: the first step of this launch, and the packs that were read before it, perhaps by other groups
+    An epoch is a permutation made from the seed, dealt to groups of processes in turn.
     """
 
     num_packs: int
     seed: int
     batch: int  # packs of a micro-batch
     accumulation: int  # micro-batches of a step
-    group: int
+    group: int  # number of this process' group
     num_groups: int
-    launch_start: tuple[int, int] = (0, 0)
+    launch_start: tuple[int, int] = (0, 0)  # first step of this launch, and packs read before it, by any groups
 
     def __call__(self, step: int, micro: int) -> list[int]:
-        """The packs of one micro-batch of a step."""
+        """The indices of the packs of one micro-batch of a step."""
         start = self.count_packs_before(step) + (micro * self.num_groups + self.group) * self.batch
-        epoch_positions = [divmod(position, self.num_packs) for position in range(start, start + self.batch)]
-        return [
-            permute_packs(self.num_packs, self.seed + epoch)[pack_position] for epoch, pack_position in epoch_positions
-        ]
+        indices = []
+        for number in range(start, start + self.batch):
+            epoch, position = divmod(number, self.num_packs)
+            indices.append(permute_packs(self.num_packs, self.seed + epoch)[position])
+        return indices
 
     def count_packs_before(self, step: int) -> int:
-        """Packs that all processes have read before a step."""
+        """The number of packs that all processes have read before a step."""
         first_step, first_pack = self.launch_start
         return first_pack + (step - first_step) * self.accumulation * self.num_groups * self.batch
 
 
 class Loader:
-    """The micro-batches of one process. Their content follows from their number and not from what is read ahead.
+    """The micro-batches of one process. Their content follows from their number, not from the reading ahead.
 
-    order: of the packs, and how many a micro-batch and a step have
-    ahead: micro-batches that are read ahead of the step; 0: none; None: as many as the material needs. One of them is on the device
-    steps: of the run; nothing is read for later ones. None: it has no end
-    What fails in a thread is raised where its result is asked for. A second thread waits for what a server gives, so that the
-    first one goes on to ask for more.
+    num_prefetched: micro-batches that are read ahead of the step, one of them on the device; 0: none; None: as many as
+        the material needs
+    steps: steps of the run, after which nothing is read; None: the run has no end
+    An error in a thread is raised where its result is asked for. A second thread waits for a server's answers, so that
+    the first one goes on to ask for more.
     """
 
     def __init__(
@@ -104,14 +108,12 @@ class Loader:
         steps: int | None = None,
     ):
         self.material, self.order, self.device = material, order, devices.number_device(device)
-        self.accumulation, self.num_prefetched = (
-            order.accumulation,
-            material.count_prefetched(order.batch) if num_prefetched is None else num_prefetched,
-        )
+        self.accumulation = order.accumulation
+        self.num_prefetched = material.count_prefetched(order.batch) if num_prefetched is None else num_prefetched
         self.end_number = sys.maxsize if steps is None else steps * order.accumulation
-        start_thread = lambda name: ThreadPoolExecutor(1, name, set_thread_device, (self.device,))
-        self.thread = start_thread("loader") if self.num_prefetched else None
-        self.receiver = start_thread("receiver") if self.num_prefetched > 1 else self.thread
+        start_thread = functools.partial(ThreadPoolExecutor, 1, initializer=set_thread_device, initargs=(self.device,))
+        self.thread = start_thread(thread_name_prefix="loader") if self.num_prefetched else None
+        self.receiver = start_thread(thread_name_prefix="receiver") if self.num_prefetched > 1 else self.thread
         self.host_futures: dict[int, Future[MicroBatch]] = {}
         self.device_futures: dict[int, Future[tuple[TrainingBatch, TargetOutput | None]]] = {}
 
@@ -133,25 +135,24 @@ class Loader:
         last = max(number, min(self.end_number - 1, number + self.num_prefetched))
         for later_number in range(number, last + 1):
             self._submit(later_number)
-        for later_number in range(number, min(number + 1, last) + 1):
+        for later_number in range(number, min(number + 1, last) + 1):  # this one and the next
             if later_number not in self.device_futures:
-                self.device_futures[later_number] = self.receiver.submit(
-                    self._send_micro_batch, self.host_futures[later_number]
-                )
+                future = self.host_futures[later_number]
+                self.device_futures[later_number] = self.receiver.submit(self._send_micro_batch, future)
         batch, output = self._wait_for(self.device_futures.pop(number))
         del self.host_futures[number]
         return batch, self.material.target_output(batch, output)
 
     def close(self) -> None:
+        """Ends the threads, without waiting for what they do."""
         for thread in (self.thread, self.receiver):
             if thread is not None:
                 thread.shutdown(wait=False, cancel_futures=True)
 
     def reread_step(self, step: int) -> list[MicroBatch]:
         """The micro-batches of a step, not read ahead."""
-        return [
-            self._make_micro_batch(number) for number in range(step * self.accumulation, (step + 1) * self.accumulation)
-        ]
+        first = step * self.accumulation
+        return [self._make_micro_batch(number) for number in range(first, first + self.accumulation)]
 
     # In the threads, if there are any
 
@@ -160,7 +161,7 @@ class Loader:
         packs = [material.packs[index] for index in indices]
         batch = batches.collate(packs, length=material.length, pad_token=0)
         feature_read = material.features.prefetch(batch) if material.features and self.thread else None
-        row_ids = [[row.id for row in pack] for pack in packs]
+        row_ids = [row.id for pack in packs for row in pack]
         return MicroBatch(number, indices, row_ids, batch, feature_read)
 
     def _send_micro_batch(self, future: Future[MicroBatch]) -> tuple[TrainingBatch, TargetOutput | None]:
@@ -187,14 +188,14 @@ class Loader:
 
 
 def set_thread_device(device: torch.device) -> None:
-    """A new thread's current GPU is the first one, in whose memory pinning would open a context."""
+    """Sets the GPU of a new thread. Its current one is the first GPU, in whose memory pinning would open a context."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 @functools.lru_cache(maxsize=2)
 def permute_packs(num: int, seed: int) -> list[int]:
-    """The order of an epoch."""
+    """The order of the packs in an epoch."""
     order = list(range(num))
     random.Random(seed).shuffle(order)
     return order

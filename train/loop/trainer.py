@@ -387,7 +387,7 @@ class Trainer:
 
     def _refuse_or_skip(self, step: int, loss: float, micro_batches: list[MicroBatch]) -> None:
         """Names the rows of the step, in the log too, and raises NotFiniteLoss unless such steps are to be left out."""
-        rows = [row for micro in micro_batches for pack in micro.row_ids for row in pack]
+        rows = [row for micro in micro_batches for row in micro.row_ids]
         rows = list(dict.fromkeys(gather_object(rows)))
         self.saver.wait()  # the sentence names the last state
         row_names = f"row{'s' * (len(rows) > 1)} {', '.join(rows[:6])}{', ...' if len(rows) > 6 else ''}"

@@ -1,8 +1,8 @@
-"""Losses without the logits of all goals: a part of the goals at a time, with their gradients made in the forward pass.
+"""Losses without the logits of all goals: a chunk of goals at a time, with gradients made in the forward pass.
 
-Where the weight of each loss is known beforehand, the gradient of a part follows as soon as its logits are there. So nothing of
-size [goals, W] outlives its part, and no LM head is computed again in the backward pass, as in liger-kernel's linear losses
-(2410.10989), but for any loss and head, and against a target over a draft vocabulary.
+Where the weight of each loss is known beforehand, the gradient of a chunk follows as soon as its logits are there. So
+nothing of size [goals, W] outlives its chunk, and the backward pass computes no LM head again. liger-kernel's linear
+losses (2410.10989) do the same. This one takes any loss and head, and a target over a draft vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,13 @@ except ImportError:  # comes with torch for GPUs
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The sum of a loss over parts of the goals, as a function of values and parameters.
+    """The sum of a loss over chunks of goals, as a function of values and parameters.
 
-    judge(part, values) -> scalar, and results without gradients; values: for each of `values` [B, S, .] the rows of a part
-    places: for each part, for each value, the rows that it needs, [m] of B * S
+    compute_loss(number of a chunk, values): the scalar loss, and results without gradients. Its values are the rows of
+        the inputs' values [B, S, .] that the chunk needs
+    rows_of_chunks: for each chunk and value, the indices [m] of these rows among B * S
+    chunk_results: a list that takes the results
+    inputs: `num_values` values, then parameters
     """
 
     @staticmethod
@@ -36,46 +39,42 @@ class ChunkedLoss(torch.autograd.Function):
         num_values: int,
         *inputs: Tensor,
     ) -> Tensor:
-        values, trained_parameters = inputs[:num_values], inputs[num_values:]
+        values, parameters = inputs[:num_values], inputs[num_values:]
         flat_values = [value.detach().flatten(0, 1) for value in values]
-        value_gradients = [torch.zeros_like(value) for value in flat_values]
-        parameter_gradients: list[Tensor | None] = [None] * len(trained_parameters)
+        value_grads = [torch.zeros_like(value) for value in flat_values]
+        parameter_grads: list[Tensor | None] = [None] * len(parameters)
         total = values[0].new_zeros((), dtype=torch.promote_types(values[0].dtype, torch.float32))
-        for chunk_number, value_rows in enumerate(rows_of_chunks):
+        for number, value_rows in enumerate(rows_of_chunks):
             with torch.enable_grad():
-                leaves = [
-                    value.index_select(0, row_indices).requires_grad_()
-                    for value, row_indices in zip(flat_values, value_rows)
-                ]
-                loss, chunk_result = compute_loss(chunk_number, leaves)
-                gradients = torch.autograd.grad(loss, [*leaves, *trained_parameters], allow_unused=True)
+                leaves = [value.index_select(0, rows).requires_grad_() for value, rows in zip(flat_values, value_rows)]
+                loss, results = compute_loss(number, leaves)
+                grads = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True)
             total += loss.detach()
-            chunk_results.append(chunk_result)
-            for value_gradient, row_indices, gradient in zip(value_gradients, value_rows, gradients):
-                if gradient is not None:
-                    value_gradient.index_copy_(0, row_indices, gradient)  # a slot guesses one goal at each depth
-            for parameter_number, gradient in enumerate(gradients[num_values:]):
-                if gradient is not None:
-                    gradient_sum = parameter_gradients[parameter_number]
-                    parameter_gradients[parameter_number] = (
-                        gradient if gradient_sum is None else gradient_sum.add_(gradient)
-                    )
-        ctx.slopes = [slope.view_as(value) for slope, value in zip(value_gradients, values)]
-        ctx.sums = parameter_gradients
+            chunk_results.append(results)
+
+            # A slot guesses one goal at each depth, so chunks write different rows, and add to the same parameters
+            for value_grad, rows, grad in zip(value_grads, value_rows, grads):
+                if grad is not None:
+                    value_grad.index_copy_(0, rows, grad)
+            for index, grad in enumerate(grads[num_values:]):
+                grad_so_far = parameter_grads[index]
+                if grad_so_far is None:
+                    parameter_grads[index] = grad
+                elif grad is not None:
+                    grad_so_far.add_(grad)
+        ctx.grads = [*(grad.view_as(value) for grad, value in zip(value_grads, values)), *parameter_grads]
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor):
-        slopes = [slope.mul_(grad.to(slope.dtype)) for slope in ctx.slopes]
-        sums = [
-            None if parameter_gradient is None else parameter_gradient.mul_(grad.to(parameter_gradient.dtype))
-            for parameter_gradient in ctx.sums
-        ]
-        ctx.slopes = ctx.sums = None
-        return None, None, None, None, *slopes, *sums
+    def backward(ctx: Any, grad_total: Tensor):
+        grads, ctx.grads = ctx.grads, None
+        scaled = [grad if grad is None else grad.mul_(grad_total.to(grad.dtype)) for grad in grads]
+        return None, None, None, None, *scaled
 
 
 class _FusedKL(torch.autograd.Function):
+    """`fused_kl`. The kernel overwrites logits with their derivatives, so the backward pass only scales these."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, goal: Tensor, goal_rows: Tensor, temperature: float) -> Tensor:
         losses = torch.empty(len(logits), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
@@ -91,9 +90,8 @@ class _FusedKL(torch.autograd.Function):
             1 / temperature,
             BLOCK=BLOCK,
         )
-        ctx.slope = (
-            slope  # not among saved tensors, which torch counts the changes of: parts of one tensor share that count
-        )
+        # Not among saved tensors: torch counts their changes, and chunks of one tensor share that count
+        ctx.slope = slope
         return losses
 
     @staticmethod
@@ -103,31 +101,37 @@ class _FusedKL(torch.autograd.Function):
 
 
 def fused_kl(logits: Tensor, goal: Tensor, goal_rows: Tensor, temperature: float) -> Tensor:
-    """Forward KL of losses.kl in one kernel: logits [m, W], goal [M, W] tempered, rows [m] each one's goal -> [m]
+    """Forward KL as `losses.kl`, in one kernel, [m]. The values of `logits` are lost.
 
-    The values of `logits` are lost.
+    logits [m, W]: the drafter's logits, before the temperature; goal [M, W]: the target's logits, tempered
+    goal_rows [m]: the row of `goal` that each row of `logits` guesses
     """
     return _FusedKL.apply(logits, goal, goal_rows, temperature)
 
 
 def has_kernel(device: torch.device) -> bool:
+    """Whether `fused_kl` runs on this device."""
     return triton is not None and device.type == "cuda"
 
 
-BLOCK = 4096  # logits that a program of the kernel holds at a time
+BLOCK = 4096  # logits that a program of the kernel holds at a time: 16 KB in float32, in its registers
 
 if triton is not None:
 
     @triton.jit
-    def _kl_kernel(
+    def _kl_kernel(  # noqa: PLR0913 (kernels take strides)
         logits, goal, goal_rows, losses, WIDTH: tl.constexpr, stride, goal_stride, factor, BLOCK: tl.constexpr
     ):
-        """One row: with q the drafter's logits / temperature and p the target's, the loss is the mean of p - q under the
-        target's distribution, minus log sum exp p, plus log sum exp q. The logits become its derivatives."""
+        """The loss of one row, and its derivatives in the place of the logits. factor: 1 / temperature
+
+        With q the drafter's logits * factor and p the target's, the loss is the mean of p - q under the target's
+        distribution, minus log sum exp p, plus log sum exp q.
+        """
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
         goal += tl.load(goal_rows + row).to(tl.int64) * goal_stride
-        max_q = -float("inf")  # largest so far, and sums of exponents relative to it
+        # Online softmax: the largest logits so far, and sums relative to them
+        max_q = -float("inf")
         max_p = -float("inf")
         sum_q = 0.0
         sum_p = 0.0

@@ -1,7 +1,7 @@
-"""Losses: pure functions of judged slots, [M, .] -> [M]. None of them sees padding, a prompt or a mask.
+"""Losses: pure functions of loss slots, [M, .] -> [M]. They see neither padding nor prompts nor masks.
 
-`LOSSES` lists those of single slots by name; those of several depths of a round follow. The formulas are in docs/methods.md,
-section 3. Logits are finite, however large.
+`LOSSES` lists the losses of single slots by name. The losses over several depths of a round follow. The formulas are
+in docs/methods.md, section 3. Logits are finite, however large.
 """
 
 import math
@@ -12,53 +12,53 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-TOP_K = 10  # HASS's K
-MIN_OVERLAP = 1e-5
-LOGITS_PER_CHUNK = 2**18  # logits that a CPU works on at a time
+TOP_K = 10  # the target's tokens that the loss top_k looks at: K of HASS (2408.15766)
+MIN_OVERLAP = 1e-5  # lower bound of the overlap in nla, whose gradient would else grow without bound
+LOGITS_PER_CHUNK = 2**18  # logits that a CPU works on at a time: 1 MB in float32, which its cache holds
 
 
 @dataclass(frozen=True)
 class Goals:
-    """What M tokens that are to be guessed are like. W is the draft vocabulary, the list.
+    """The target's view of M tokens that are to be guessed. W is the size of the draft vocabulary, the list.
 
-    p is the target's distribution over all V tokens, so on a reduced list it sums to less than 1. What several losses and depths use
-    is computed once.
+    p is the target's distribution over all V tokens, so on a reduced list it sums to less than 1. Several losses and
+    depths share the properties, which are computed once.
     """
 
-    state: Tensor  # [M, D] the target's final state one position before: what EAGLE-1's state estimates
-    logits: Tensor  # [M, W] the target's, at the objective's temperature
-    token_ids: Tensor  # [M] draft id of the token that the text has, -1 if it is not in the draft vocabulary
-    log_norm: Tensor  # [M] log-normaliser over V, in the scale of logits: log p = logits - norm
+    state: Tensor  # [M, D] the target's final state at the token before: EAGLE-1's state estimates it
+    logits: Tensor  # [M, W] the target's logits, at the objective's temperature
+    token_ids: Tensor  # [M] draft id of the text's token; -1: it is not in the draft vocabulary
+    log_norm: Tensor  # [M] log-normaliser over V, in the scale of logits: log p = logits - log_norm
 
     def select_goals(self, indices: Tensor) -> "Goals":
-        """Some of them. numbers [m]"""
+        """The goals at some indices [m]."""
         return Goals(
             *(tensor.index_select(0, indices) for tensor in (self.state, self.logits, self.token_ids, self.log_norm))
         )
 
     @cached_property
     def log_probs(self) -> Tensor:
-        """[M, W] log p on the list, not renormalised: what verification will hold against q."""
+        """[M, W] log p on the list, not renormalised. Verification compares it with q."""
         return self.logits - self.log_norm[:, None]
 
     @cached_property
     def renormalised_log_probs(self) -> Tensor:
-        """[M, W] log p renormalised over the list"""
+        """[M, W] log p, renormalised over the list."""
         return self.logits.log_softmax(-1)
 
     @cached_property
     def renormalised_probs(self) -> Tensor:
-        """[M, W] p renormalised over the list"""
+        """[M, W] p, renormalised over the list."""
         return self.logits.softmax(-1)
 
     @cached_property
     def likeliest_ids(self) -> Tensor:
-        """[M] draft ids"""
+        """[M] the target's likeliest draft ids."""
         return self.logits.argmax(-1)
 
     @cached_property
     def entropy(self) -> Tensor:
-        """[M] of p renormalised over the list"""
+        """[M] the entropy of p, renormalised over the list."""
         negative_entropies = [
             torch.linalg.vecdot(self.renormalised_probs[rows], self.logits[rows].log_softmax(-1))
             for rows in split_rows(self.renormalised_probs)
@@ -67,36 +67,42 @@ class Goals:
 
 
 def split_rows(values: Tensor) -> list[slice]:
-    """Rows of [M, W] that a CPU's cache holds; all of them on other devices, where many small steps are slower than one."""
+    """Slices of the rows of values [M, W]: as many rows as a CPU's cache holds.
+
+    Other devices get all rows at once, because one large operation is faster there than many small ones.
+    """
     size = max(1, LOGITS_PER_CHUNK // values.shape[1]) if values.device.type == "cpu" else len(values) or 1
     return [slice(start, start + size) for start in range(0, max(1, len(values)), size)]
 
 
 @dataclass(frozen=True)
 class LossSlots:
-    """M slots, and the goals that they guess. q is the drafter's distribution over the list, at the objective's temperature."""
+    """M slots, and the goals that they guess.
+
+    q is the drafter's distribution over the list, at the objective's temperature.
+    """
 
     goals: Goals
-    logits: Tensor  # [M, W] as the drafter returned them
-    state: Tensor | None  # [M, D] what the step returned, for a drafter whose state estimates the target's
-    confidence_logits: Tensor | None  # [M] the drafter's logit for "this draft is accepted"; None if it has none
-    candidate_losses: Tensor | None = None  # [M] the drafter's cross-entropy over its candidates; None if it has none
+    logits: Tensor  # [M, W] the drafter's logits, before the temperature
+    state: Tensor | None  # [M, D] the step's states, for drafters whose state estimates the target's
+    confidence_logits: Tensor | None  # [M] the drafter's logit for "this draft is accepted"; None: it has none
+    candidate_losses: Tensor | None = None  # [M] the drafter's cross-entropy over its candidates; None: it has none
     temperature: float = 1.0
 
     @cached_property
     def log_probs(self) -> Tensor:
-        """[M, W] log q"""
+        """[M, W] log q."""
         return apply_temperature(self.logits, self.temperature).log_softmax(-1)
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Logits of any dtype -> at least float32, at a temperature"""
+    """Logits of any dtype, divided by the temperature, in float32 or wider."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if temperature == 1 else logits / temperature
 
 
 class _KL(torch.autograd.Function):
-    """Keeps one number for each logit, in the dtype of the logits: the derivative, (q - p) / temperature."""
+    """Forward KL. It keeps one number for each logit, in the dtype of the logits: (q - p) / temperature."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, goals: Goals, temperature: float) -> Tensor:
@@ -115,55 +121,55 @@ class _KL(torch.autograd.Function):
 
 
 def kl(slots: LossSlots) -> Tensor:
-    """Forward KL, sum of p log(p / q); p is renormalised over the list."""
+    """Forward KL, sum of p log(p / q). p is renormalised over the list."""
     return _KL.apply(slots.logits, slots.goals, slots.temperature)
 
 
 def reverse_kl(slots: LossSlots) -> Tensor:
-    """Reverse KL, sum of q log(q / p); p is renormalised over the list. Mode seeking."""
+    """Reverse KL, sum of q log(q / p), which seeks modes. p is renormalised over the list."""
     return (slots.log_probs.exp() * (slots.log_probs - slots.goals.renormalised_log_probs)).sum(-1)
 
 
 def jsd(slots: LossSlots) -> Tensor:
-    """Jensen-Shannon divergence: the mean KL of p and of q to their mean; p is renormalised over the list."""
+    """Jensen-Shannon divergence: the mean KL of p and of q to their mean. p is renormalised over the list."""
     log_p, log_q = slots.goals.renormalised_log_probs, slots.log_probs
     log_mean = torch.logaddexp(log_p, log_q) - math.log(2)
     return (slots.goals.renormalised_probs * (log_p - log_mean) + log_q.exp() * (log_q - log_mean)).sum(-1) / 2
 
 
 def tv(slots: LossSlots) -> Tensor:
-    """Total variation, the probability that a draft sampled from q is rejected (2211.17192): 1 - sum of min(p, q).
+    """Total variation, 1 - sum of min(p, q): the probability that a draft sampled from q is rejected (2211.17192).
 
-    Its gradient all but vanishes while q is far from p: not a loss to start with.
+    Its gradient all but vanishes while q is far from p, so training should not start with it.
     """
     return 1 - overlap(slots)
 
 
 def nla(slots: LossSlots) -> Tensor:
-    """-log of the acceptance (2602.23881); constant, without a gradient, where that is below LEAST_OVERLAP."""
+    """-log of the acceptance (2602.23881). It is constant, without a gradient, below an acceptance of MIN_OVERLAP."""
     return -overlap(slots).clamp(min=MIN_OVERLAP).log()
 
 
 def ce(slots: LossSlots) -> Tensor:
-    """Hard cross-entropy on the text's token; 0 where that token cannot be drafted."""
+    """Cross-entropy of the text's token; 0 where that token cannot be drafted."""
     return F.nll_loss(slots.log_probs, slots.goals.token_ids, ignore_index=-1, reduction="none")
 
 
 def top_k(slots: LossSlots) -> Tensor:
-    """HASS (2408.15766): -sum of p log q over the TOP tokens of the list that the target likes best."""
+    """-sum of p log q over the target's TOP_K likeliest tokens of the list (HASS, 2408.15766)."""
     log_p, top_ids = slots.goals.log_probs.topk(min(TOP_K, slots.logits.shape[-1]))  # [M, TOP]
     return -(log_p.exp() * slots.log_probs.gather(-1, top_ids)).sum(-1)
 
 
 def smooth_l1(slots: LossSlots) -> Tensor:
-    """EAGLE-1's feature regression (2401.15077, equation 5), the mean over the width."""
+    """Feature regression of EAGLE-1 (2401.15077, equation 5): the mean of SmoothL1 over the width."""
     assert slots.state is not None
     dtype = slots.goals.logits.dtype  # states may be half precision
     return F.smooth_l1_loss(slots.state.to(dtype), slots.goals.state.to(dtype), reduction="none").mean(-1)
 
 
 def confidence(slots: LossSlots) -> Tensor:
-    """Binary cross-entropy of the confidence against the acceptance (DSpark); it does not train q."""
+    """Binary cross-entropy of the confidence against the acceptance (DSpark, 2607.05147). It does not train q."""
     assert slots.confidence_logits is not None
     acceptance = overlap(slots).detach()
     return F.binary_cross_entropy_with_logits(
@@ -172,13 +178,13 @@ def confidence(slots: LossSlots) -> Tensor:
 
 
 def candidates(slots: LossSlots) -> Tensor:
-    """Cross-entropy of the target's likeliest token among the candidates of a lattice, behind the text's token (DFlash 2)."""
+    """Cross-entropy of the target's likeliest token over a lattice's candidates, behind the text's token (DFlash 2)."""
     assert slots.candidate_losses is not None
     return slots.candidate_losses
 
 
 def overlap(slots: LossSlots) -> Tensor:
-    """Sum of min(p, q), p not renormalised: the probability that a draft sampled from q is accepted, [M]."""
+    """Sum of min(p, q), p not renormalised: the probability that a draft sampled from q is accepted."""
     return torch.minimum(slots.goals.log_probs.exp(), slots.log_probs.exp()).sum(-1)
 
 
@@ -196,22 +202,25 @@ LOSSES = {
 }
 
 
-# One depth of M slots, [M], for losses that combine depths
+# Further figures of single slots [M], for losses over several depths
 
 
 def probability(slots: LossSlots) -> Tensor:
-    """q of the text's token; 0 if it cannot be drafted."""
+    """q of the text's token; 0 where that token cannot be drafted."""
     token_ids = slots.goals.token_ids
     token_probs = slots.log_probs.gather(-1, token_ids.clamp(min=0)[:, None])[:, 0].exp()
     return torch.where(token_ids >= 0, token_probs, 0)
 
 
-# All depths of S slots, [K, S]: row d - 1 is depth d of the round that starts at a slot. `counted` [K, S] bool is True where a
-# depth of a slot has a supervised token and a guess; all other entries are ignored.
+# Losses and weights over all depths of S slots, [K, S]. Row d - 1 is depth d of the round that starts at a slot.
+# `exists` [K, S] bool: a depth of a slot has a supervised token and a guess. All other entries are ignored.
 
 
 def lk(kl: Tensor, overlap: Tensor, exists: Tensor, *, eta: float) -> Tensor:
-    """LK's hybrid (2602.23881) [K, S]: the weight moves from KL to TV as the mean overlap of a depth grows; 0 where not counted."""
+    """LK's hybrid (2602.23881) [K, S]: the weight moves from KL to TV as the mean overlap of a depth grows.
+
+    kl, overlap [K, S]. The loss is 0 where `exists` is False.
+    """
     existing_overlap = torch.where(exists, overlap.detach(), 0)
     mean_overlap = existing_overlap.sum(1, keepdim=True) / exists.sum(1, keepdim=True).clamp(min=1)  # [K, 1]
     kl_share = (-eta * mean_overlap).exp()
@@ -219,26 +228,29 @@ def lk(kl: Tensor, overlap: Tensor, exists: Tensor, *, eta: float) -> Tensor:
 
 
 def e2e_tv(overlap: Tensor, exists: Tensor) -> Tensor:
-    """Bebop (2606.12370) [S]: the share of K drafts that a round is expected to lose.
+    """Bebop (2606.12370) [S]: the share of K drafts that a round is expected to lose. overlap [K, S]
 
-    A depth that is not counted ends the round, as a rejection does. A slot without any counted depth has loss 0.
+    A depth that does not exist ends the round, as a rejection does. A slot without any depth has loss 0.
     """
     survival = torch.where(exists, overlap, 0).cumprod(0)  # [K, S]
     return torch.where(exists.any(0), 1 - survival.mean(0), 0)
 
 
 def dpace(probability: Tensor, exists: Tensor, *, smoothing: float = 0.5) -> Tensor:
-    """D-PACE's weights (2605.18810) [K, S], detached: how much of the expected accepted length depends on a depth.
+    """D-PACE's weights (2605.18810) [K, S], detached: the share of the expected accepted length that needs a depth.
 
-    w_k = sum over j >= k of prod over i <= j of s_i, with s = (1 - smoothing) q(x) + smoothing. Where not counted, s is
-    1 and the weight is 0, so the survival of the last counted depth is repeated for all deeper ones.
+    w_k = sum over j >= k of prod over i <= j of s_i, with s = (1 - smoothing) q(x) + smoothing; probability: q(x).
+    Where a depth does not exist, s is 1 and the weight 0. So the last survival is repeated for all deeper depths.
     """
     survival = torch.where(exists, (1 - smoothing) * probability.detach() + smoothing, 1).cumprod(0)  # [K, S]
     return torch.where(exists, survival.flip(0).cumsum(0).flip(0), 0)
 
 
 def vat(matches: Tensor, exists: Tensor, *, decay: float) -> Tensor:
-    """VAT's weights (2608.30135) [K, S]: 1 up to the first rejection, then decay per depth; 0 where not counted."""
+    """VAT's weights (2608.30135) [K, S]: 1 up to the first rejection, then decay for each depth.
+
+    matches [K, S] bool: the guess is the text's token. The weight is 0 where `exists` is False.
+    """
     rejected = (exists & ~matches).cumsum(0) > 0  # from the first rejection on
     distance = (rejected.cumsum(0) - 1).clamp(min=0)
     return torch.where(exists, decay**distance, 0)

@@ -1,4 +1,4 @@
-"""What a training run prints."""
+"""The texts and tables that a training run prints."""
 
 from collections.abc import Callable
 
@@ -14,14 +14,13 @@ from train.show import data_law
 
 
 def print_start(print_main: Callable[[str], None], drafter: Head, packs: Packs, num_prompts: int) -> None:
-    """What is trained, for which target, on which data."""
+    """Prints the target, the drafter and the data of a run. num_prompts: held-out prompts"""
     target, layers = drafter.target, ", ".join(map(str, drafter.target_layers))
     sharding = f", its layers in parts over {target.share.size} processes" if target.share.size > 1 else ""
     size = sum(parameter.numel() for parameter in target.model.parameters()) / 1e6
     reads = f"hidden states {layers} of {target.num_layers}" if layers else "no hidden states"
-    print_main(
-        f"target   {target.name} ({size:.1f} M parameters, frozen, {str(target.dtype).removeprefix('torch.')}{sharding})"
-    )
+    dtype = str(target.dtype).removeprefix("torch.")
+    print_main(f"target   {target.name} ({size:.1f} M parameters, frozen, {dtype}{sharding})")
     print_main(
         f"drafter  {type(drafter).__name__}: {drafter.num_parameters() / 1e6:.2f} M trained parameters, reads {reads}, "
         f"drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens"
@@ -34,58 +33,69 @@ def print_start(print_main: Callable[[str], None], drafter: Head, packs: Packs, 
 
 
 def print_validation(console: Results, report: Report, shape: object) -> None:
-    """A table of what was decoded and replayed, or one line of what was only replayed."""
-    step, prompts_note, weights_note = "" if report.step is None else f"step {report.step}, ", "", ""
-    if report.replayed_prompts in (None, report.num_prompts):
-        prompts_note = f"{report.num_prompts} held-out prompts"
-    else:
-        decoded = f"{report.num_prompts} of them decoded" if report.decoded else "not decoded"
-        prompts_note = f"{report.replayed_prompts} held-out prompts replayed, {decoded}"
-    if report.ema is not None:
-        taus = ", ".join(f"{name} {report.ema[name]:.3f}" for name in ("plain", "average"))
-        weights_note = f"; the {report.ema['kept']} weights are kept (tau replayed: {taus})"
-    title = f"{step}{shape}, temperature {report.temperature:g}, {prompts_note}"
+    """Prints a table of what was decoded and replayed, or one line of what was only replayed."""
+    step = "" if report.step is None else f"step {report.step}, "
+    title = f"{step}{shape}, temperature {report.temperature:g}, {describe_prompts(report)}"
+    figures, average = list_figures(report), describe_average(report)
     if not report.decoded and report.replayed_tau_ci is not None:
-        tau, survival = format_figure(report.replayed_tau, report.replayed_tau_ci), report.replayed_survival or []
-        candidates = f", candidates: {describe_candidates(report.candidates)}" if report.candidates else ""
+        candidates = f", candidates: {figures['candidates']}" if report.candidates else ""
+        survival = format_by_depth(report.replayed_survival or [])
         console.say(
-            f"{title}: tau replayed {tau}, survival by depth {format_by_depth(survival)}{candidates}{weights_note}"
+            f"{title}: tau replayed {figures['tau replayed']}, survival by depth {survival}{candidates}{average}"
         )
         return
     table = Table("figure", "value (95 % over prompts)", title=title, title_justify="left")
-    auto, plain_speed = report.auto or {}, report.baseline_tokens_per_second
-    num_prompts, num_rounds = auto.get("num_prompts", report.num_prompts), sum(auto.get("sizes", {}).values())
+    for name, text in figures.items():
+        if text:
+            table.add_row(name, text)
+    console.print(table)
+    console.say(f"  {describe_losslessness(report)}{average}")
+
+
+def describe_prompts(report: Report) -> str:
+    """How many held-out prompts were replayed and decoded."""
+    if report.replayed_prompts in (None, report.num_prompts):
+        return f"{report.num_prompts} held-out prompts"
+    decoded = f"{report.num_prompts} of them decoded" if report.decoded else "not decoded"
+    return f"{report.replayed_prompts} held-out prompts replayed, {decoded}"
+
+
+def describe_average(report: Report) -> str:
+    """Which weights are kept, the plain or the averaged ones; an empty text for runs without an average."""
+    if report.ema is None:
+        return ""
+    taus = ", ".join(f"{name} {report.ema[name]:.3f}" for name in ("plain", "average"))
+    return f"; the {report.ema['kept']} weights are kept (tau replayed: {taus})"
+
+
+def list_figures(report: Report) -> dict[str, str]:
+    """The figures of a report as texts, by name. A text is empty where nothing was measured."""
+    auto = report.auto or {}
+    sizes, num_prompts = auto.get("sizes", {}), auto.get("num_prompts", report.num_prompts)
     auto_prompts = "" if num_prompts == report.num_prompts else f", {num_prompts} prompts"
-    cells = {
+    return {
         "tau replayed": format_figure(report.replayed_tau, report.replayed_tau_ci),
         "candidates": describe_candidates(report.candidates) if report.candidates else "",
         "tau decoded": format_figure(report.tau, report.tau_ci),
-        "tokens/s plain": format_figure(plain_speed, digits=1),
+        "tokens/s plain": format_figure(report.baseline_tokens_per_second, digits=1),
         "tokens/s drafted": format_figure(report.tokens_per_second, report.tokens_per_second_ci, digits=1),
         "speedup": format_figure(report.speedup, report.speedup_ci),
         "speedup served": format_figure(report.served_speedup),
         f"speedup auto{auto_prompts}": format_figure(auto.get("speedup"), auto.get("speedup_ci")),
         "speedup auto, predicted": format_figure(auto.get("predicted_speedup")),
-        "rounds of auto by nodes": ", ".join(
-            f"{size}: {n / num_rounds:.0%}" for size, n in auto.get("sizes", {}).items()
-        ),
+        "rounds of auto by nodes": ", ".join(f"{size}: {n / sum(sizes.values()):.0%}" for size, n in sizes.items()),
         "survival by depth": format_by_depth(report.survival or []),
         "acceptance by depth": format_by_depth(report.acceptance or []),
         "ms a round": ", ".join(f"{name} {value:.1f}" for name, value in (report.ms_per_round or {}).items()),
     }
-    for name, text in cells.items():
-        if text:
-            table.add_row(name, text)
-    console.print(table)
-    console.say(f"  {describe_losslessness(report)}{weights_note}")
 
 
 def print_end(console: Results, trainer) -> None:
-    """What to do next."""
+    """Prints how to continue an interrupted run; of a finished one, its best step, its cost and the next command."""
     if trainer.stop_signal and trainer.step < trainer.settings.steps:
         console.say(
-            f"Interrupted after step {trainer.step}; saved. Run the same command with resume=true (or resume=auto, which a "
-            "scheduler may repeat) to continue."
+            f"Interrupted after step {trainer.step}; saved. Run the same command with resume=true (or resume=auto, "
+            "which a scheduler may repeat) to continue."
         )
     if trainer.best:
         best = f"{trainer.folder.path}/step_{trainer.best['step']:06d}"

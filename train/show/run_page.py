@@ -1,5 +1,6 @@
-"""The page of a training run: what was trained, on what, and whether it is worth serving."""
+"""The page of a training run: the head, its training, its data, and whether it is worth serving."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,20 +17,26 @@ from specdec.measuring.report import TAU, Report, describe_losslessness
 from train.show import data_law
 
 PAGE = "report.html"
-LOSSES_PER_MEAN = 20  # logged losses that are averaged
-MIN_SPEEDUP = 1.05  # speedup that the whole interval must reach
+LOSSES_PER_MEAN = 20  # logged losses in a point of the smoothed curve, which then shows its trend
+MIN_SPEEDUP = 1.05  # lower bound of the speedup's interval for the answer yes: plain decoding is simpler to serve
 INTERVALS = "A chain of K drafts can reach K + 1. Intervals are 95 % bootstrap intervals over prompts."
 
 
 def write_page(run: Path) -> Path:
-    """The page of a run's best checkpoint, beside its report.json. Raises ValueError for a folder without one."""
+    """Writes the page of a run's best checkpoint beside its report.json, and returns its path.
+
+    Raises ValueError for a folder without a checkpoint.
+    """
     path = checkpoint.resolve(run) / PAGE
     files.write_text(path, render_run(read_run(run)))
     return path
 
 
 def read_run(run: Path) -> dict[str, Any]:
-    """Everything on the page: {name, report, log, about}. A checkpoint alone has no log, and older runs have no about."""
+    """The page's figures: {name, report, log, about}.
+
+    A checkpoint alone has no log, and older runs have no about.
+    """
     best = checkpoint.resolve(run)
     is_step, log = best.name.startswith("step_"), best.parent / "log.jsonl"
     return {
@@ -41,54 +48,60 @@ def read_run(run: Path) -> dict[str, Any]:
 
 
 def rate_speedup(report: Report) -> tuple[str, str]:
-    """-> yes, no or unsure, and a sentence: is this head worth serving?"""
+    """Whether this head is worth serving: yes, no or unsure, and a sentence."""
     if not report.decoded or report.speedup is None or report.speedup_ci is None:
         return "unsure", (
             f"Not known: tau is {report.replayed_tau:.2f}, but nothing was decoded with the clock running. "
             "specdec evaluate measures the speedup."
         )
-    shape, speedup, interval = f"the {report.shape or 'fixed shape'}", report.speedup, report.speedup_ci
-    num = report.num_prompts
+    shape, speedup, (low, high) = f"the {report.shape or 'fixed shape'}", report.speedup, report.speedup_ci
+    num_prompts = report.num_prompts
     if report.auto and report.auto["speedup"] > speedup:
-        shape, speedup, interval = "proposer=auto", report.auto["speedup"], report.auto["speedup_ci"]
-        num = report.auto.get("num_prompts", num)
-    sentence = f"{format_figure(speedup)} times as fast as plain decoding ({interval[0]:.2f} .. {interval[1]:.2f}) with {shape}, on {num} prompts"
-    if interval[0] >= MIN_SPEEDUP:
+        shape, speedup, (low, high) = "proposer=auto", report.auto["speedup"], report.auto["speedup_ci"]
+        num_prompts = report.auto.get("num_prompts", num_prompts)
+    sentence = (
+        f"{format_figure(speedup)} times as fast as plain decoding ({low:.2f} .. {high:.2f}) with {shape}, "
+        f"on {num_prompts} prompts"
+    )
+    if low >= MIN_SPEEDUP:
         return "yes", f"Yes: {sentence}."
-    if interval[1] < 1:
+    if high < 1:
         return "no", f"No: {sentence}."
     return "unsure", f"Not sure: {sentence}. More prompts would tell (validation.num_prompts, specdec evaluate)."
 
 
 def render_run(document: dict[str, Any]) -> str:
-    """The page of `read`'s document."""
-    report, facts = Report.from_json(document["report"]), document["about"]
+    """The page as HTML. document: the result of `read_run`"""
+    report, log, facts = Report.from_json(document["report"]), document["log"], document["about"]
     verdicts = [f"The answers: {describe_losslessness(report)}."] if report.decoded else []
-    groups = {**facts, "training": asdict(report.training) if report.training else {}}
-    rows = [
-        [f"{group}: {name}", format_number(value) if isinstance(value, int | float) else str(value)]
-        for group, group_facts in groups.items()
-        if isinstance(group_facts, dict)
-        for name, value in group_facts.items()
-        if value is not None
-    ]
-    depth = len(report.replayed_survival or report.survival or [])
-    more_data = data_law.describe_more_data(document["log"], depth=depth) if depth else None
+    more_data = data_law.describe_more_data(log, depth=len(report.replayed_survival or report.survival or []))
     command = Markup("<p>The command that repeats it:</p><pre>{}</pre>").format(facts["command"]) if facts else ""
     sections = [
         Section(texts=[*verdicts, f"tau: {TAU}. {INTERVALS}"], tiles=list_tiles(report)),
         Section("Drafts", charts=chart_drafts(report)),
         Section("By category", table=tabulate("category", report.by_category)),
         Section("By tag", table=tabulate("tag", report.by_tag)),
-        Section("The run", texts=[more_data] if more_data else [], charts=chart_log(document["log"])),
-        Section("Data, training and environment", table=Table(["fact", "value"], rows), body=command),
+        Section("The run", texts=[more_data] if more_data else [], charts=chart_log(log)),
+        Section("Data, training and environment", table=tabulate_facts(report, facts), body=command),
     ]
     title = f"{document['name']}, step {report.step}"
     return render_page(title, figures=document, verdict=rate_speedup(report), sections=sections)
 
 
+def tabulate_facts(report: Report, facts: dict[str, Any]) -> Table:
+    """The recorded facts of a run, and figures of its training."""
+    groups = {**facts, "training": asdict(report.training) if report.training else {}}
+    rows = []
+    for group, values in groups.items():
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if value is not None:
+                text = format_number(value) if isinstance(value, int | float) else str(value)
+                rows.append([f"{group}: {name}", text])
+    return Table(["fact", "value"], rows)
+
+
 def list_tiles(report: Report) -> list[tuple[str, str, str]]:
-    """The main figures: name, value, interval. What was not measured is left out."""
+    """The main figures that were measured: name, value, interval."""
     auto = report.auto or {}
     figures = [
         ("tau, replayed", report.replayed_tau, report.replayed_tau_ci),
@@ -99,12 +112,15 @@ def list_tiles(report: Report) -> list[tuple[str, str, str]]:
         ("tokens/s with drafts", report.tokens_per_second, report.tokens_per_second_ci),
         ("tokens/s without", report.baseline_tokens_per_second, None),
     ]
-    write_interval = lambda span: f"{span[0]:.2f} .. {span[1]:.2f}" if span else ""
-    return [(name, f"{value:.2f}", write_interval(interval)) for name, value, interval in figures if value]
+    return [
+        (name, f"{value:.2f}", "{:.2f} .. {:.2f}".format(*interval) if interval else "")
+        for name, value, interval in figures
+        if value
+    ]
 
 
 def tabulate(name: str, reports: Mapping[str, Report]) -> Table:
-    """tau of each category or tag."""
+    """tau and speedup of each category or tag. name: the heading of the first column"""
     rows = []
     for label, report in reports.items():
         survival = report.replayed_survival or report.survival
@@ -116,39 +132,46 @@ def tabulate(name: str, reports: Mapping[str, Report]) -> Table:
 
 
 def chart_log(log: Sequence[dict]) -> list[Markup]:
-    """Loss and tau over the steps of the run."""
-    read_series = lambda name: [(row["step"], row[name]) for row in log if isinstance(row.get(name), int | float)]
-    reports = {row["step"]: row["validation"] for row in log if "validation" in row}
-
-    def chart_validations(name: str, title: str) -> ChartCurve:
-        known_reports = {step: report for step, report in reports.items() if report.get(name) is not None}
-        spans = [tuple(report.get(f"{name}_ci") or [report[name]] * 2) for report in known_reports.values()]
-        return ChartCurve(
-            title, [(step, report[name]) for step, report in known_reports.items()], marks=True, spans=spans
-        )
-
-    loss_points = read_series("loss")
-    window_ends = range(LOSSES_PER_MEAN, 1 + len(loss_points))
-    means = [
-        (loss_points[end - 1][0], sum(value for _, value in loss_points[end - LOSSES_PER_MEAN : end]) / LOSSES_PER_MEAN)
-        for end in window_ends
-    ]
-    taus = [
-        chart_validations("replayed_tau", "replayed tau"),
-        chart_validations("tau", "decoded tau"),
-        ChartCurve("training texts", read_series("tau")),
+    """Charts of loss and tau over the steps of a run."""
+    if not log:
+        return []
+    losses = read_series(log, "loss")
+    means = []
+    for end in range(LOSSES_PER_MEAN, 1 + len(losses)):
+        window = losses[end - LOSSES_PER_MEAN : end]
+        means.append((window[-1][0], statistics.fmean(loss for _, loss in window)))
+    loss_curves = [ChartCurve("loss", losses), ChartCurve(f"mean of {LOSSES_PER_MEAN}", means)]
+    tau_curves = [
+        draw_validations(log, "replayed_tau", "replayed tau"),
+        draw_validations(log, "tau", "decoded tau"),
+        ChartCurve("training texts", read_series(log, "tau")),
     ]
     title = "tau of held-out prompts (with 95 % intervals) and of training texts"
-    losses = [ChartCurve("loss", loss_points), ChartCurve(f"mean of {LOSSES_PER_MEAN}", means)]
-    charts = [
-        chart_lines(losses, x="step", y="loss", title="Loss of training steps"),
-        chart_lines(taus, x="step", y="tau", title=title),
+    return [
+        chart_lines(loss_curves, x="step", y="loss", title="Loss of training steps"),
+        chart_lines(tau_curves, x="step", y="tau", title=title),
     ]
-    return charts if log else []
+
+
+def read_series(log: Sequence[dict], name: str) -> list[tuple[int, float]]:
+    """A figure of the log's steps: pairs of step and value."""
+    return [(row["step"], row[name]) for row in log if isinstance(row.get(name), int | float)]
+
+
+def draw_validations(log: Sequence[dict], name: str, title: str) -> ChartCurve:
+    """A figure of the log's validations, with its intervals. The last validation of a step counts."""
+    reports = {row["step"]: row["validation"] for row in log if "validation" in row}
+    points, spans = [], []
+    for step, report in reports.items():
+        value = report.get(name)
+        if value is not None:
+            points.append((step, value))
+            spans.append(tuple(report.get(f"{name}_ci") or (value, value)))
+    return ChartCurve(title, points, marks=True, spans=spans)
 
 
 def chart_drafts(report: Report) -> list[Markup]:
-    """What became of the drafts, by depth, and what a round takes."""
+    """Charts of the drafts that were accepted, by depth, and of a round's time."""
     survival, stage_times, charts = report.replayed_survival or report.survival or [], report.ms_per_round, []
     depths = [str(depth) for depth in range(1, 1 + len(survival))]
     if survival:

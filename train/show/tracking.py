@@ -1,4 +1,4 @@
-"""What a run tells W&B, TensorBoard or trackio, by accelerate: the same figures under the same names for all (docs/tracking.md).
+"""Figures of a run for W&B, TensorBoard or trackio, by accelerate, under the same names for all (docs/tracking.md).
 
 A tracker is only a copy: log.jsonl and report.json hold everything. If it fails, one warning names it, and the run goes
 on without it.
@@ -19,18 +19,19 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTrack
 
 from specdec.core import files
 
-PROJECT = "specdec"  # or WANDB_PROJECT, TRACKIO_PROJECT
-WANDB_ID = "wandb_id"  # file in the folder of a run: the number under which a continued run goes on
-STEP = "step"  # figure of W&B along which it draws the others: its own count shifts where a continued run repeats steps
+PROJECT = "specdec"  # name of the project, unless WANDB_PROJECT or TRACKIO_PROJECT names another
+WANDB_ID = "wandb_id"  # file in a run's folder: the number under which a continued run goes on
+STEP = "step"  # W&B's axis of charts: its own count shifts where a continued run repeats steps
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")  # names of environment variables whose values are never shown
-TABLE_KEYS = ("by_category", "by_tag", "by_prompt", "differences")  # of a report: tables, not figures
+TABLE_KEYS = ("by_category", "by_tag", "by_prompt", "differences")  # keys of a report that hold tables, not figures
 
 
 def list_figures(kind: str, values: dict[str, Any]) -> dict[str, float]:
     """Every number of a row of log.jsonl or of a report.json, as KIND/name.
 
-    An interval `tau_ci` becomes tau_low and tau_high, a list by depth survival_1, survival_2 .., and figures inside `auto`
-    auto_speedup and so on. Text, true and false, numbers that are not finite, and parts of the prompts are left out.
+    An interval `tau_ci` becomes tau_low and tau_high. A list by depth becomes survival_1, survival_2 .., and figures
+    inside `auto` become auto_speedup and so on. Texts, true and false, numbers that are not finite, and tables are
+    left out. kind: train, validation or best
     """
     figures: dict[str, float] = {}
 
@@ -66,19 +67,21 @@ def hide_secrets(text: str) -> str:
 
 
 def open_tracker(name: str, folder: Path, run: str, settings: dict[str, Any]) -> GeneralTracker:
-    """Accelerate's tracker of a run. run: its name, under which trackio continues a run"""
+    """Accelerate's tracker of a run, started. run: the run's name, under which trackio continues it"""
     project = os.environ.get(f"{name.upper()}_PROJECT", PROJECT)
     tracker: GeneralTracker
     if name == "wandb":
         if not (folder / WANDB_ID).exists():
             files.write_text(folder / WANDB_ID, uuid.uuid4().hex[:8] + "\n")
-        wandb_options = {
-            "id": (folder / WANDB_ID).read_text().strip(),
-            "resume": "allow",
-            "settings": {"console": "off"},
-        }
-        wandb_folder = os.environ.get("WANDB_DIR", str(folder.resolve()))
-        tracker = WandBTracker(project, name=run, dir=wandb_folder, config=settings, **wandb_options)
+        tracker = WandBTracker(
+            project,
+            name=run,
+            dir=os.environ.get("WANDB_DIR", str(folder.resolve())),
+            config=settings,
+            id=(folder / WANDB_ID).read_text().strip(),
+            resume="allow",
+            settings={"console": "off"},
+        )
     elif name == "tensorboard":
         tracker = TensorBoardTracker("tensorboard", folder)
     else:
@@ -91,9 +94,9 @@ def open_tracker(name: str, folder: Path, run: str, settings: dict[str, Any]) ->
 
 
 class Tracking:
-    """The tracker of a run, or none. Nothing here raises once training has begun.
+    """The tracker of a run, or none. No method raises once training has begun.
 
-    name: none, wandb, tensorboard or trackio; folder: of the run
+    name: none, wandb, tensorboard or trackio; folder: the run's folder
     """
 
     def __init__(self, name: str, folder: Path):
@@ -102,7 +105,7 @@ class Tracking:
 
     @contextlib.contextmanager
     def running(self, run: str, settings: dict[str, Any]) -> Iterator[None]:
-        """Open within. run: its name"""
+        """Within, the tracker is open. run: the run's name; settings: by dotted name, shown without secrets"""
         numbers = {key: value for key, value in settings.items() if isinstance(value, int | float)}
         shown_settings = {key: numbers.get(key, hide_secrets(str(value))) for key, value in settings.items()}
         if self.name != "none":
@@ -117,11 +120,11 @@ class Tracking:
             self.tracker = None
 
     def record(self, step: int, row: dict[str, Any]) -> None:
-        """A row of log.jsonl: figures of a step, or of a validation."""
+        """Sends a row of log.jsonl: figures of a step, or of a validation."""
         self.log(step, "validation" if "validation" in row else "train", row.get("validation", row))
 
     def log(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        """The numbers of a row or of a report.json. kind: train, validation, or best for the report of the best step"""
+        """Sends the numbers of a row or of a report.json. kind: train, validation; best: the best step's report"""
         if self.tracker is not None:
             axis = {STEP: step} if self.name == "wandb" else {}
             with self._guarded():
@@ -129,12 +132,14 @@ class Tracking:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
+        """Within, an error drops the tracker and becomes one warning."""
         try:
             yield
         except Exception as error:
             self.tracker = None
             reason = hide_secrets(f"{type(error).__name__}: {error}".split("\n")[0])
             warnings.warn(
-                f"tracker={self.name} has failed ({reason}). The run goes on without it; {self.folder}/log.jsonl has all figures.",
+                f"tracker={self.name} has failed ({reason}). The run goes on without it; "
+                f"{self.folder}/log.jsonl has all figures.",
                 stacklevel=4,
             )

@@ -1,5 +1,6 @@
 """What is continued reads the same target, data and prompts as when it was begun, or says which one has changed."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -78,8 +79,9 @@ def test_a_run_is_not_continued_with_other_inputs(inputs, begin, mode, tmp_path)
             path.write_bytes(content)
 
     save_target(inputs / "target", num_layers=8, seed=1)
-    what = r"checkpoints/run was begun with other inputs.*the target \(digest v2\.\w{16} then, v2\.\w{16} now\); .*another run=NAME"
-    refused(what if mode == "online" else r"cached features in .* were made with another target")
+    digests = r"the target \(digest v2\.\w{16} then, v2\.\w{16} now\)"
+    message = rf"checkpoints/run was begun with other inputs.*{digests}; .*another run=NAME"
+    refused(message if mode == "online" else r"cached features in .* were made with another target")
     if mode == "cached":
         return
     change(inputs / "train.jsonl", "3 is followed by", "3 is trailed by")
@@ -168,8 +170,8 @@ def test_answers_are_continued_with_the_same_prompts_only(inputs, run, tmp_path,
 
     write_rows(prompts, [{"prompt": text} for text in [*texts, "Name a stone."]])  # more of them may follow
     run(answer, *arguments)
-    read_prompt = lambda row: row["messages"][0]["content"] if chat else row["prompt"]
-    assert [(row["id"], read_prompt(row)) for row in lines(out)[3:]] == [("3@0", "Name a stone.")]
+    (added,) = lines(out)[3:]
+    assert (added["id"], added["messages"][0]["content"] if chat else added["prompt"]) == ("3@0", "Name a stone.")
 
     write_rows(prompts, [{"id": n, "prompt": text} for n, text in reversed([*enumerate([*texts, "Name a stone."])])])
     assert "4 of them are in" in run(answer, *arguments) and len(lines(out)) == 4  # ids say which is which
@@ -223,23 +225,9 @@ def test_answers_that_an_earlier_version_began_are_continued(inputs, run, tmp_pa
     assert json.loads(meta.read_text())["inputs"]["target"] == target.fingerprint()
 
 
-def test_a_comparison_is_continued_with_the_same_target_only(inputs, run, tmp_path):
-    arguments = [
-        f"target.name={inputs}/target",
-        f"prompts={inputs}/prompts.jsonl",
-        f"out={tmp_path}/c",
-        "proposers=ngram",
-    ]
-    arguments += SHORT
-    run(evaluate, *arguments)
-    save_target(inputs / "target", num_layers=8, seed=1)
-    with pytest.raises(ValueError, match=r"rows\.jsonl was begun with another target, under the same name"):
-        run(evaluate, *arguments)
-
-
 def test_inputs_are_recorded_where_none_are(tmp_path):
     record, rows = tmp_path / "meta.json", tmp_path / "rows.jsonl"
-    open_results = lambda: Resumable(record, rows, {"seed": 0}, advice="Choose another.")
+    open_results = functools.partial(Resumable, record, rows, {"seed": 0}, advice="Choose another.")
     open_results().check_inputs(Fingerprint.from_text("a"))
     third = open_results()
     third.check_inputs(Fingerprint.from_text("b"))  # there were no rows yet

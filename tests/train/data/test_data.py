@@ -1,21 +1,20 @@
 """Tests of masks, rows and batches with the default target's tokenizer, and of files that scripts resume."""
 
-from specdec.options.command_line import read_command
-
 import copy
 import dataclasses
+import itertools
 import json
 import os
 import warnings
 from types import SimpleNamespace
 
 import datasets
+import numpy
 import pyarrow
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from scripts.show_data import ShowDataOptions
 from specdec.core import masks
 from specdec.core.resumable import Resumable, read_rows
 from specdec.engines.answers import AnswerSettings, WrittenAnswer, list_jobs, make_answer
@@ -23,12 +22,11 @@ from specdec.measuring.answer_prompts import read_distinct_temperatures
 from specdec.measuring.answers import OwnDecoder
 from specdec.measuring.replay import warn_of_writers
 from specdec.target.fingerprint import Fingerprint
-from specdec.text import conversations as data
-from specdec.text import reading
+from specdec.text import conversations, reading
 from tests.conversations import ASKS, as_row, pair, supervised
 from tests.support import REAL_TARGET, write_rows
 from train.data import batches
-from train.data.packing import SCHEMA, EncodedRows, Packs, make_columns
+from train.data.packing import SCHEMA, EncodedRows, Packs, make_columns, take_tokens
 
 SINGLE = pair("Say hello.", "Hello \u00e9\U0001f600!\n\nBye.")
 MULTI = [*SINGLE, *pair("Hello \u00e9\U0001f600!", " Again? ")]
@@ -54,7 +52,7 @@ def tokenizer(own_tokenizer):
 
 def make_row(num_prompt, num_answer, name="a"):
     num = num_prompt + num_answer
-    return data.Row(name, "all", list(range(num)), [index >= num_prompt for index in range(num)])
+    return conversations.Row(name, "all", list(range(num)), [index >= num_prompt for index in range(num)])
 
 
 # The mask
@@ -64,18 +62,18 @@ def make_row(num_prompt, num_answer, name="a"):
 @pytest.mark.parametrize("finish", ["stop", "length"])
 def test_every_answer_is_supervised_with_markers_and_without(tokenizer, messages, finish):
     answers = [message["content"] + "<|im_end|>" for message in messages[1::2]]
-    row = data.encode(tokenizer, as_row(messages))
+    row = conversations.encode(tokenizer, as_row(messages))
     assert supervised(tokenizer, row) == answers
     assert tokenizer.decode(row.tokens) == tokenizer.apply_chat_template(messages, tokenize=False)
-    prompt = data.encode_prompt(tokenizer, messages[:1])
+    prompt = conversations.encode_prompt(tokenizer, messages[:1])
     assert row.tokens[: len(prompt)] == prompt and row.mask.index(True) == len(prompt)
-    shown = data.show_row(tokenizer, row)
+    shown = conversations.show_row(tokenizer, row)
     assert shown.plain == tokenizer.decode(row.tokens)
     assert [shown.plain[span.start : span.end] for span in shown.spans if "green" in str(span.style)] == answers
     rows = []
     for template in (PLAIN, MARKED):
         tokenizer.chat_template = template
-        rows.append(data.encode(tokenizer, as_row(messages, finish=finish)))
+        rows.append(conversations.encode(tokenizer, as_row(messages, finish=finish)))
     assert rows[0] == rows[1]
 
 
@@ -84,19 +82,19 @@ def test_every_answer_is_supervised_with_markers_and_without(tokenizer, messages
 def test_cut_answer_has_no_end_of_turn(tokenizer, template, content):
     tokenizer.chat_template = template
     messages = [*MULTI[:3], {"role": "assistant", "content": content}]
-    row = data.encode(tokenizer, as_row(messages, finish="length"))
+    row = conversations.encode(tokenizer, as_row(messages, finish="length"))
     assert supervised(tokenizer, row) == [MULTI[1]["content"] + "<|im_end|>", content]
     assert row.mask[-1]
 
 
 def test_where_supervision_ends_and_begins(tokenizer):
     across = pair("Say hello.", "\n Hello")  # its newline merges with that of the template, so no token begins with it
-    assert supervised(tokenizer, data.encode(tokenizer, as_row(across))) == [" Hello<|im_end|>"]
+    assert supervised(tokenizer, conversations.encode(tokenizer, as_row(across))) == [" Hello<|im_end|>"]
     tokenizer.chat_template = (  # without an end of turn
         "{% for m in messages %}{{ m['role'] + ':\n' + m['content'] + '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
     )
-    assert supervised(tokenizer, data.encode(tokenizer, as_row(pair("a", "one") * 2))) == ["one", "one"]
+    assert supervised(tokenizer, conversations.encode(tokenizer, as_row(pair("a", "one") * 2))) == ["one", "one"]
 
 
 REWRITES = PLAIN.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>'")
@@ -118,10 +116,10 @@ EVERYTHING = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% 
 def test_rows_whose_mask_cannot_be_told_are_refused(tokenizer, template, messages, message):
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=message):
-        data.encode(tokenizer, as_row(messages, finish="length" if template == PLAIN else "stop"))
+        conversations.encode(tokenizer, as_row(messages, finish="length" if template == PLAIN else "stop"))
     if template is None:
         with pytest.raises(ValueError, match="no chat template"):
-            data.encode_prompt(tokenizer, messages[:1])
+            conversations.encode_prompt(tokenizer, messages[:1])
 
 
 # Reading
@@ -206,42 +204,45 @@ def test_packs_count_and_cut_rows_and_have_a_fingerprint():
     assert (packs.num_cut, packs.num_skipped) == (1, 2)
     assert [len(row.tokens) for pack in packs for row in pack] == [7, 7]
     rows = [make_row(1, num, str(num)) for num in (5, 4, 3, 2, 1)]  # of 6, 5, 4, 3, 2 tokens
-    assert [[row.id for row in pack] for pack in Packs(EncodedRows.from_rows(rows), length=10)] == [
-        ["5", "3"],
-        ["4", "2", "1"],
-    ]
+    first, second = Packs(EncodedRows.from_rows(rows), length=10)
+    assert [row.id for row in first] == ["5", "3"] and [row.id for row in second] == ["4", "2", "1"]
     rows = [make_row(2, 3), make_row(0, 4), make_row(3, 1)]
     packs = Packs(EncodedRows.from_rows(rows), length=10)
     assert len(packs) == 2 and packs[1] == [rows[2]]
     assert packs.num_supervised == batches.collate([*packs], length=10, pad_token=0).loss_mask.sum() == 3 + 3 + 1
-    assert (
-        packs.fingerprint == Packs(EncodedRows.from_rows(rows), length=10).fingerprint and len(packs.fingerprint) == 16
+    again, changed = (
+        Packs(EncodedRows.from_rows([*rows[:2], row]), length=10).fingerprint for row in (rows[2], make_row(2, 2))
     )
-    assert packs.fingerprint != Packs(EncodedRows.from_rows([*rows[:2], make_row(2, 2)]), length=10).fingerprint
+    assert packs.fingerprint == again != changed and len(again) == 16
+    assert packs.num_tokens == 5 + 4 + 4 and packs.supervised_counts.tolist() == [1, 1, 2, 3, 1]
+    for num_tokens, row_numbers in ((None, [0, 1, 2]), (3, [0]), (4, [0, 1]), (7, [0, 1]), (8, [0, 1, 2])):
+        assert take_tokens(EncodedRows.from_rows(rows), numpy.arange(3), num_tokens).tolist() == row_numbers
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="Raise the length"):
         Packs(EncodedRows.from_rows(rows[2:]), length=2)
 
 
 def test_collate_and_attention_against_a_loop():
-    packs = [*Packs(EncodedRows.from_rows([make_row(2, 3), make_row(0, 4), make_row(3, 1), make_row(1, 2)]), length=10)]
-    batch = batches.collate(packs, length=12, pad_token=99)
+    rows = [make_row(2, 3), make_row(0, 4), make_row(3, 1), make_row(1, 2)]
+    packs, length = [*Packs(EncodedRows.from_rows(rows), length=10)], 12
+    batch = batches.collate(packs, length=length, pad_token=99)
+    expected = []
+    for pack in packs:
+        columns = []
+        for document, row in enumerate(pack):
+            for position, (token, is_answer) in enumerate(zip(row.tokens, row.mask)):
+                columns.append((token, is_answer and position > 0, document, position))
+        expected.append(columns + [(99, False, -1, 0)] * (length - len(columns)))
+    tensors = (batch.tokens, batch.loss_mask, batch.documents, batch.positions)
+    for tensor, values in zip(tensors, torch.tensor(expected).unbind(-1), strict=True):
+        assert tensor.tolist() == values.to(tensor.dtype).tolist()
     attention = masks.document_mask(batch.documents)
-    assert attention.shape == (2, 1, 12, 12) and attention.dtype == torch.bool
-    for index, rows in enumerate(packs):
-        flat = [(document, position, row) for document, row in enumerate(rows) for position in range(len(row.tokens))]
-        for column in range(12):
-            if column >= len(flat):
-                assert batch.tokens[index, column] == 99 and not batch.loss_mask[index, column]
-                assert batch.documents[index, column] == -1 and batch.positions[index, column] == 0
-                assert attention[index, 0, column].nonzero().tolist() == [[column]]
-                continue
-            document, position, row = flat[column]
-            assert batch.tokens[index, column] == row.tokens[position]
-            assert batch.documents[index, column] == document and batch.positions[index, column] == position
-            assert batch.loss_mask[index, column] == (row.mask[position] and position > 0)
-            attended = [other for other in range(column + 1) if flat[other][0] == document]
-            assert attention[index, 0, column].nonzero().flatten().tolist() == attended
+    assert attention.shape == (2, 1, length, length) and attention.dtype == torch.bool
+    for pack_index, column, other in itertools.product(range(2), range(length), range(length)):
+        (_, _, document, _), (_, _, seen, _) = expected[pack_index][column], expected[pack_index][other]
+        sees = other == column or (other < column and document == seen >= 0)
+        assert attention[pack_index, 0, column, other] == sees
     assert torch.equal(batch.move_to("cpu").tokens, batch.tokens)
+    assert [batches.find_answers(batch, row) for row in range(2)] == [[(2, 5), (6, 9)], [(3, 4), (5, 7)]]
 
 
 # Scripts
@@ -289,21 +290,16 @@ def test_jobs_and_their_answers(tokenizer, small_target):
     """The longest prompts of a temperature come first, and an answer depends on its job alone."""
     prompts = [{"id": f"{n}", "category": "qa", "messages": SINGLE[:1] * (n + 1), "tags": []} for n in range(3)]
     jobs = list_jobs(tokenizer, prompts, read_distinct_temperatures("1.0,0"))
-    short = [
-        dataclasses.replace(job, tokens=[number % 6 for number in range(len(job.tokens) % 11 + 2)]) for job in jobs
-    ]
+    lengths = {job.id: len(job.tokens) % 11 + 2 for job in jobs}
+    short = [dataclasses.replace(job, tokens=torch.arange(lengths[job.id]).remainder(6).tolist()) for job in jobs]
     settings = AnswerSettings(frozenset({2}), 16, seed=3)
 
     def answers(batch: int, finished=()) -> list[tuple[str, list[int]]]:
         writer = OwnDecoder(small_target, tokenizer, settings, batch)
-        return [
-            (job.id, answer.tokens)
-            for group in writer.write(job for job in short if job.id not in finished)
-            for job, answer in group
-        ]
+        groups = writer.write(job for job in short if job.id not in finished)
+        return [(job.id, answer.tokens) for group in groups for job, answer in group]
 
     alone = answers(1)
-    lengths = {job.id: len(job.tokens) for job in short}
     assert [name.partition("@")[2] for name, _ in alone] == ["0"] * 3 + ["1"] * 3
     assert all(lengths[job_id] >= lengths[next] for (job_id, _), (next, _) in zip(alone[:3], alone[1:3]))
     assert answers(2) == answers(8) == alone
@@ -317,24 +313,3 @@ def test_an_answer_is_trimmed_at_its_end(tokenizer):
     hello, end = tokenizer("Hello")["input_ids"], tokenizer.eos_token_id
     assert make_answer(tokenizer, [*hello, end], {end}) == WrittenAnswer("Hello", "stop", [*hello, end])
     assert make_answer(tokenizer, hello, {end}) == WrittenAnswer("Hello", "length", hello)
-
-
-def test_options(monkeypatch, capsys):
-    for arguments, message in (
-        (["data=b", "rows=3"], "no option 'rows'. Did you mean 'row'. See --help"),
-        (["target.name=a"], "Give a value for: data"),
-        (["target.name=a", "data=b", "row=x"], "row=x must be a whole number"),
-        (["target"], "not of the form key=value"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read_command("show_data", ShowDataOptions, "doc", arguments)
-    option_texts = ["target.name=0,1", "data=2", "row=3"]
-    options = read_command("show_data", ShowDataOptions, "doc", option_texts)
-    assert (options.data, options.row, options.num, options.target.name) == ("2", 3, 1, "0,1")
-    with pytest.raises(SystemExit):
-        read_command("show_data", ShowDataOptions, "python scripts/show_data.py", ["--help"])
-    printed = capsys.readouterr().out
-    assert (
-        "python scripts/show_data.py" in printed
-        and "index of the first row to print (a whole number of 0 or more; default: 0)" in printed
-    )

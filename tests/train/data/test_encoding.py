@@ -18,10 +18,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from specdec.core import files
-from specdec.text import conversations as data
-from specdec.text import reading
+from specdec.text import conversations, reading
 from specdec.text.reading import read_sources
-from tests.conversations import conversations, pair
+from tests.conversations import conversations as write_conversations
+from tests.conversations import pair
 from tests.small_server import STOP
 from tests.support import REAL_TARGET, ROOT, load_packs, small_tokenizer, write_rows
 from train.data import packing
@@ -62,17 +62,17 @@ def test_rows_from_the_cache_equal_those_encoded_one_by_one(load, tokenizer, tmp
     monkeypatch.setattr("train.data.encoding.ROWS_PER_BATCH", 7)
     rows = reading.load_conversations(str(SHIPPED), limit=50)
     packs = load(str(SHIPPED), tokenizer, limit=50, workers=workers, length=4096)
-    assert [pack[0] for pack in packs] == [data.encode(tokenizer, row) for row in rows]
+    assert [pack[0] for pack in packs] == [conversations.encode(tokenizer, row) for row in rows]
     folders = sorted(path for path in (tmp_path / "cache").iterdir() if path.is_dir())
     assert [folder.name.split("-")[0] for folder in folders] == ["rows"]
 
 
 def test_a_second_start_encodes_nothing_and_every_change_is_noticed(load, tmp_path, monkeypatch):
     calls = []
-    encode = data.encode
-    monkeypatch.setattr(data, "encode", lambda *arguments: calls.append(arguments) or encode(*arguments))
+    encode = conversations.encode
+    monkeypatch.setattr(conversations, "encode", lambda *arguments: calls.append(arguments) or encode(*arguments))
     path = tmp_path / "rows.jsonl"
-    source = conversations(path, 9)
+    source = write_conversations(path, 9)
 
     def encoded(**settings) -> int:
         calls.clear()
@@ -104,7 +104,7 @@ def test_a_second_start_encodes_nothing_and_every_change_is_noticed(load, tmp_pa
 )
 def test_a_row_that_cannot_be_encoded_is_named(load, tmp_path, line, message):
     path = tmp_path / "rows.jsonl"
-    rows = Path(conversations(tmp_path / "two.jsonl", 2)).read_text()
+    rows = Path(write_conversations(tmp_path / "two.jsonl", 2)).read_text()
     path.write_text("\n" if line is None else rows + line + "\n")
     with pytest.raises(ValueError, match=message):
         load(str(path), workers=2)
@@ -112,13 +112,14 @@ def test_a_row_that_cannot_be_encoded_is_named(load, tmp_path, line, message):
 
 
 def test_a_process_that_is_killed_is_a_sentence(load, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "encode", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(conversations, "encode", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(ValueError, match=r"process that encoded .*rows\.jsonl ended .*lower workers=2"):
-        load(conversations(tmp_path / "rows.jsonl", 9), workers=2)
+        load(write_conversations(tmp_path / "rows.jsonl", 9), workers=2)
 
 
 def test_datasets_and_files_give_the_same_packs(load, tmp_path):
-    rows = [{key: row[key] for key in ("id", "messages")} for row in reading.load_conversations(str(SHIPPED), limit=12)]
+    shipped = reading.load_conversations(str(SHIPPED), limit=12)
+    rows = [{"id": row["id"], "messages": row["messages"]} for row in shipped]
     saved = [{**row, "line": "a column of this name"} for row in rows]
     datasets.Dataset.from_list(saved).save_to_disk(tmp_path / "saved")
     (tmp_path / "files").mkdir()
@@ -130,7 +131,7 @@ def test_datasets_and_files_give_the_same_packs(load, tmp_path):
 
 
 def test_progress_names_the_source_and_counts_rows_and_tokens(load, tmp_path, capsys):
-    packs = load(conversations(tmp_path / "rows.jsonl", 30), length=4096)
+    packs = load(write_conversations(tmp_path / "rows.jsonl", 30), length=4096)
     num_tokens = sum(len(pack[0].tokens) for pack in packs)
     last = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(rf"encoding rows.jsonl: 30/30 rows in \d+ s, {num_tokens:,} tokens, [\d,]+ tokens/s", last)
@@ -153,13 +154,13 @@ def die(folder: Path) -> None:
 
 
 def count(folder: Path) -> None:
-    def make(partial: Path) -> None:
+    def write_slowly(partial: Path) -> None:
         with (folder.parent / "calls").open("a") as file:
             file.write("made\n")
         time.sleep(0.3)
         write_number(partial)
 
-    keep(folder, make)
+    keep(folder, write_slowly)
 
 
 def test_a_killed_process_leaves_nothing_wrong_and_of_several_one_makes_the_folder(tmp_path):
@@ -174,7 +175,7 @@ def test_a_killed_process_leaves_nothing_wrong_and_of_several_one_makes_the_fold
     assert (tmp_path / "calls").read_text() == "made\n" and not list(tmp_path.glob("*.partial"))
 
 
-def test_a_damaged_folder_is_made_again(tmp_path):
+def test_a_damaged_folder_is_made_again_and_a_full_disk_is_a_sentence(tmp_path):
     folder, path = tmp_path / "kept", tmp_path / "kept" / "number.bin"
     keep(folder)
     for damage in (
@@ -188,15 +189,13 @@ def test_a_damaged_folder_is_made_again(tmp_path):
             keep(folder)
         assert path.read_bytes() == bytes(range(256))
 
-
-def test_a_full_disk_is_a_sentence(tmp_path):
-    def make(partial: Path) -> None:
+    def fill_disk(partial: Path) -> None:
         write_number(partial)
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(ValueError, match=r"kept could not be written .*No space.*Free some disk space"):
-        keep(tmp_path / "kept", make)
-    assert {path.name for path in tmp_path.iterdir()} <= {"kept.lock"}
+    with pytest.raises(ValueError, match=r"full could not be written .*No space.*Free some disk space"):
+        keep(tmp_path / "full", fill_disk)
+    assert {path.name for path in tmp_path.iterdir()} <= {"kept", "kept.lock", "full.lock"}
 
 
 # Rows that hold the token ids that the target read and wrote
@@ -204,9 +203,9 @@ def test_a_full_disk_is_a_sentence(tmp_path):
 
 def make_kept_row(**changes) -> dict:
     tokenizer = small_tokenizer()
-    digest, _ = data.find_vocabulary(tokenizer, len(tokenizer))
+    digest, _ = conversations.find_vocabulary(tokenizer, len(tokenizer))
     messages = pair("a", "the the")
-    prompt = data.encode_prompt(tokenizer, messages[:1])
+    prompt = conversations.encode_prompt(tokenizer, messages[:1])
     letters = [
         token for letter in "the the" for token in tokenizer(letter)["input_ids"]
     ]  # not as the tokenizer cuts it
@@ -216,7 +215,7 @@ def make_kept_row(**changes) -> dict:
 
 def test_kept_ids_reach_the_packs(load, tmp_path):
     tokenizer, row = small_tokenizer(), make_kept_row()
-    plain = data.encode(tokenizer, {**row, "tokens": None})
+    plain = conversations.encode(tokenizer, {**row, "tokens": None})
     text = tokenizer.decode(plain.tokens).rstrip("\n")
     assert plain.tokens != row["tokens"] and tokenizer.decode(row["tokens"]) == text
     write_rows(tmp_path / "rows.jsonl", [row, {key: row[key] for key in ("id", "messages")}])
@@ -233,13 +232,13 @@ def test_ids_of_another_tokenizer_are_not_used():
     tokenizer = small_tokenizer()
     for row in (make_kept_row(tokenizer="0" * 16), make_kept_row(tokenizer=None)):
         with pytest.warns(UserWarning, match="Row x and perhaps others have token ids of another tokenizer"):
-            assert data.encode(tokenizer, row) == data.encode(tokenizer, {**row, "tokens": None})
+            assert conversations.encode(tokenizer, row) == conversations.encode(tokenizer, {**row, "tokens": None})
     longer = copy.deepcopy(tokenizer)
     longer.add_tokens(["something"])
     with pytest.warns(UserWarning, match="another tokenizer"):
-        data.encode(longer, make_kept_row())
+        conversations.encode(longer, make_kept_row())
     others = make_kept_row(prompt_tokens=None, tokens=17, thinking="I think")  # fields of these names, but of others
-    assert data.encode(tokenizer, others).tokens
+    assert conversations.encode(tokenizer, others).tokens
 
 
 @pytest.mark.parametrize(
@@ -252,7 +251,7 @@ def test_ids_of_another_tokenizer_are_not_used():
 def test_ids_that_cannot_be_right_are_refused(key, values, message):
     for value in values:
         with pytest.raises(ValueError, match=f"Row x: .*{message}"):
-            data.encode(small_tokenizer(), make_kept_row(**{key: value}))
+            conversations.encode(small_tokenizer(), make_kept_row(**{key: value}))
 
 
 # Packs
@@ -324,7 +323,7 @@ def test_forms_of_sources():
 
 
 def test_weights_say_how_often_rows_occur(load, tmp_path):
-    train = {conversations(tmp_path / "a.jsonl", 6): 2, conversations(tmp_path / "b.jsonl", 4): 0.5}
+    train = {write_conversations(tmp_path / "a.jsonl", 6): 2, write_conversations(tmp_path / "b.jsonl", 4): 0.5}
     packs = load(train, length=256)
     once = [f"a-{n}" for n in range(6)]
     assert list_ids(packs) == [*once, "b-1", "b-3", *once]

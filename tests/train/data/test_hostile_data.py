@@ -9,8 +9,7 @@ import pytest
 
 from specdec.core import row_files
 from specdec.core.lock import hold_lock
-from specdec.text import conversations as data
-from specdec.text import reading
+from specdec.text import conversations, reading
 from tests.support import small_tokenizer
 from train.loop.state import RunFolder
 
@@ -61,9 +60,9 @@ def test_templates_run_in_the_sandbox(tmp_path, monkeypatch, kind, marked):
     markers = "{% generation %}x{% endgeneration %}" if marked else ""
     tokenizer.chat_template = TEMPLATES[kind] + markers
     with pytest.raises(ValueError, match="chat template"):
-        data.encode(tokenizer, {"id": "1", "category": "all", "messages": MESSAGES})
+        conversations.encode(tokenizer, {"id": "1", "category": "all", "messages": MESSAGES})
     with pytest.raises(ValueError, match="chat template"):
-        data.encode_prompt(tokenizer, MESSAGES[:1])
+        conversations.encode_prompt(tokenizer, MESSAGES[:1])
     assert not any(tmp_path.iterdir())
 
 

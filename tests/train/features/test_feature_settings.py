@@ -14,7 +14,8 @@ from specdec.target.model import Target
 from specdec.text.conversations import Row
 from tests.support import ROOT, make_drafter, make_target, random_tokens
 from train.data.packing import EncodedRows, Packs
-from train.features.feature_files import FeatureFolder
+from train.features.feature_files import FeatureFolder, compute_checksum
+from train.features.outputs import StoredFeatures
 from train.prepare import build
 from train.prepare.build import count_missing, open_features
 from train.settings.hydra_text import make_search_path
@@ -68,39 +69,57 @@ def test_rows_count_once(target, packs, tmp_path):
     assert count_missing(folder, twice, range(len(twice))) == packs.num_tokens == twice.num_tokens / 2
 
 
-GIVEN = {
-    "precision": "fp32", "target.dtype": "float32", "data.length": 64, "head.vocab_size": "null", "decode.depth": 2,
-    "train.validate_every": 0, "validation.num_prompts": 2, "validation.max_new_tokens": 4,
-}  # fmt: skip
+OPTIONS = """run=some features.mode=cached train.batch=1 train.accumulation=1 solve_packs=0 precision=fp32
+    target.dtype=float32 data.length=64 head.vocab_size=null decode.depth=2 train.validate_every=0
+    validation.num_prompts=2 validation.max_new_tokens=4"""
+
+
+def set_free_space(monkeypatch, num_bytes: float) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=int(num_bytes)))
+
+
+def test_a_tenth_of_the_space_stays_free(target, tmp_path, monkeypatch):
+    folder = FeatureFolder(target, (1, 2), tmp_path / "cache")
+    set_free_space(monkeypatch, 1.11e9)
+    folder.check_space(10**9)
+    set_free_space(monkeypatch, 1.09e9)
+    with pytest.raises(ValueError, match=r"need 1\.0 GB and 1\.1 GB are free: use mode=online"):
+        folder.check_space(10**9)
 
 
 @pytest.mark.parametrize("is_short", [True, False])
 def test_a_short_run_on_much_data_fits_on_the_disk(target, packs, tmp_path, monkeypatch, is_short):
+    options = [*OPTIONS.split(), f"features.folder={tmp_path}/cache", f"train.steps={2 if is_short else 1000}"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        options = [
-            "run=some",
-            f"features.folder={tmp_path}/cache",
-            "features.mode=cached",
-            "train.batch=1",
-            "train.accumulation=1",
-            "solve_packs=0",
-            f"train.steps={2 if is_short else 1000}",
-        ]
-        options += [f"{name}={value}" for name, value in GIVEN.items()]
-        options = read_run(
-            OmegaConf.to_container(compose("train", overrides=[*options, make_search_path()]), resolve=True)
-        )
-    config = read_options(RunConfig, config_files.fill(options.document(), {"train.epochs": 1.0, "train.hours": None}))
+        composed = compose("train", overrides=[*options, make_search_path()])
+    run_options = read_run(OmegaConf.to_container(composed, resolve=True))
+    document = config_files.fill(run_options.document(), {"train.epochs": 1.0, "train.hours": None})
     drafter, notes = make_drafter(target, "eagle"), []
     monkeypatch.setattr(build, "MIN_MEASURED_PACKS", 0)
     monkeypatch.setattr(build.progress, "print_note", notes.append)
     reads = build.permute_packs(len(packs), 0)[:2] if is_short else list(range(len(packs)))
     whole = FeatureFolder(target, drafter.target_layers, tmp_path / "cache").count_bytes(packs.num_tokens)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=whole // 2))
+    set_free_space(monkeypatch, whole // 2)
+    arguments = read_options(RunConfig, document), drafter, packs, Accelerator(cpu=True), None
     if is_short:
-        open_features(config, drafter, packs, Accelerator(cpu=True), None)
+        open_features(*arguments)
         share = sum(count_row_tokens(packs, reads).values()) / packs.num_tokens
         assert f"up to {share * whole / 1e9:.2f} GB will be written to {tmp_path}/cache as they are needed" in notes[0]
-    else:
-        with pytest.raises(ValueError, match=r"Cached features need .* GB .* fewer steps, less data"):
-            open_features(config, drafter, packs, Accelerator(cpu=True), None)
+        return
+    with pytest.raises(ValueError, match=r"Cached features need .* GB .* fewer steps, less data"):
+        open_features(*arguments)
+
+
+def test_checksums_cover_name_type_and_shape():
+    value = torch.arange(6.0)
+    others = ("5", value), ("4", value.view(2, 3)), ("4", value.view(torch.int32))
+    assert all(compute_checksum(*other) != compute_checksum("4", value) for other in others)
+
+
+def test_a_folder_takes_a_servers_states_with_the_final_norm(target, packs, tmp_path):
+    folder, tokens = FeatureFolder(target, (1,), tmp_path / "cache"), torch.tensor(packs[0][0].tokens)
+    state = torch.rand(len(tokens), target.width).to(target.dtype)
+    StoredFeatures(target, (1,), folder=folder)._store_received([tokens], [[state, state]])
+    first, final = folder.read(tokens, folder.layers)
+    assert torch.equal(first, state) and not torch.equal(final, state)
+    torch.testing.assert_close(target.logits(final), target.model.lm_head(target.model.model.norm(state)))

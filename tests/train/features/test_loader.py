@@ -67,7 +67,7 @@ def test_a_thread_that_fails_raises_in_the_training_loop():
 
 
 class SlowEngine:
-    """Takes `latency` seconds for a text, and gives the next text no sooner than `gap` seconds later: with features of zeros."""
+    """Features of zeros: the first after `latency` seconds, each further text at least `gap` seconds after the last."""
 
     def __init__(self, target, latency: float, gap: float):
         self.width, self.latency, self.gap = target.width, latency, gap

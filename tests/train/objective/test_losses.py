@@ -1,8 +1,8 @@
-"""Tests of losses and survival: gradients by finite differences, values by hand and by enumeration of outcomes."""
+"""Tests of losses: values and gradients against autograd of plain formulas; survival by hand."""
 
-import functools
 import itertools
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,152 +12,127 @@ from torch.autograd import gradcheck
 from train.objective import losses
 from train.objective.losses import LOSSES, Goals, LossSlots
 
-LOSSES = {
-    name: loss for name, loss in LOSSES.items() if name != "candidates"
-}  # tests/train/objective/test_objective.py has that
-SLOT_FUNCTIONS = {**LOSSES, "overlap": losses.overlap, "probability": losses.probability}
-DIVERGENCES = ("kl", "reverse_kl", "jsd", "tv")
+TEMPERATURE = 1.7
 
 
-def make_slots(
-    logits: Tensor,  # [M, W]
-    goal_logits: Tensor,  # [M, V], of which the first W are the draft vocabulary
-    *,
-    token: Tensor | None = None,
-    state: Tensor | None = None,
-    goal_state: Tensor | None = None,
-    confidence: Tensor | None = None,
-) -> LossSlots:
-    num, width = logits.shape
-    nothing = torch.zeros(num, 1, dtype=logits.dtype)
-    goal = Goals(
-        state=nothing if goal_state is None else goal_state,
-        logits=goal_logits[:, :width],
-        token_ids=torch.zeros(num, dtype=torch.long) if token is None else token,
+@dataclass
+class PlainSlot:
+    """One slot, and the goal that it guesses, for the formulas below."""
+
+    p: Tensor  # [W] the target's distribution over all tokens, on the draft vocabulary
+    q: Tensor  # [W] the drafter's distribution
+    index: int | None  # index of the text's token in the draft vocabulary; None: it has none
+    state: Tensor | None = None  # [D] the drafter's estimate of the target's state
+    goal_state: Tensor | None = None  # [D] the target's state
+    confidence: Tensor | None = None  # scalar logit
+
+    @property
+    def list_p(self) -> Tensor:
+        """p on the draft vocabulary alone."""
+        return self.p / self.p.sum()
+
+    @property
+    def overlap(self) -> Tensor:
+        return torch.minimum(self.p, self.q).sum()
+
+
+def sum_kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p * (p / q).log()).sum()
+
+
+def sum_jsd(slot: PlainSlot) -> Tensor:
+    mean = (slot.list_p + slot.q) / 2
+    return (sum_kl(slot.list_p, mean) + sum_kl(slot.q, mean)) / 2
+
+
+def sum_top_k(slot: PlainSlot) -> Tensor:
+    best = sorted(range(len(slot.p)), key=lambda token: float(slot.p[token].detach()))[-10:]
+    return -(slot.p[best] * slot.q[best].log()).sum()
+
+
+def sum_smooth_l1(slot: PlainSlot) -> Tensor:
+    distance = (slot.state - slot.goal_state).abs()
+    return torch.where(distance < 1, distance**2 / 2, distance - 0.5).mean()
+
+
+def sum_confidence(slot: PlainSlot) -> Tensor:
+    accepted, sure = slot.overlap.detach(), slot.confidence.sigmoid()
+    return -accepted * sure.log() - (1 - accepted) * (1 - sure).log()
+
+
+# docs/methods.md, section 3
+FORMULAS = {
+    "kl": lambda slot: sum_kl(slot.list_p, slot.q),
+    "reverse_kl": lambda slot: sum_kl(slot.q, slot.list_p),
+    "jsd": sum_jsd,
+    "tv": lambda slot: 1 - slot.overlap,
+    "nla": lambda slot: -slot.overlap.clamp(min=1e-5).log(),
+    "ce": lambda slot: 0 * slot.q.sum() if slot.index is None else -slot.q[slot.index].log(),
+    "top_k": sum_top_k,
+    "smooth_l1": sum_smooth_l1,
+    "confidence": sum_confidence,
+}
+FIGURES = {
+    "overlap": lambda slot: slot.overlap,
+    "probability": lambda slot: 0 * slot.q.sum() if slot.index is None else slot.q[slot.index],
+}
+FUNCTIONS = {**LOSSES, "overlap": losses.overlap, "probability": losses.probability}
+
+
+def randn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def make_slots(logits: Tensor, goal_logits: Tensor, *, token_ids: Tensor, temperature: float = 1.0, **arguments):
+    """logits [M, W], before the temperature; goal_logits [M, V], of which the first W are the draft vocabulary"""
+    goal_logits = goal_logits / temperature
+    goals = Goals(
+        state=arguments.get("goal_state"),
+        logits=goal_logits[:, : logits.shape[1]],
+        token_ids=token_ids,
         log_norm=goal_logits.logsumexp(-1),
     )
-    return LossSlots(goal, logits, state=nothing if state is None else state, confidence_logits=confidence)
+    state, confidence = arguments.get("state"), arguments.get("confidence")
+    return LossSlots(goals, logits, state, confidence, temperature=temperature)
 
 
-def randn(seed: int, *shape: int, draw=torch.randn) -> Tensor:
-    return draw(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def test_every_loss_has_a_formula():
+    """`candidates` is the head's own; test_objective.py has its formula."""
+    assert {*FORMULAS} == {*LOSSES} - {"candidates"}
 
 
-rand = functools.partial(randn, draw=torch.rand)
-
-
-def make_slots_by_hand(*, token: int = 0, confidence: Tensor | None = None) -> LossSlots:
-    """A draft vocabulary of three of four tokens: q = (1/2, 1/4, 1/4), p = (0.2, 0.1, 0.3) there and 0.4 outside."""
-    guess = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64)
-    goal = torch.tensor([[0.2, 0.1, 0.3, 0.4]], dtype=torch.float64)
-    return make_slots(guess.log() + 3, goal.log() - 2, token=torch.tensor([token]), confidence=confidence)
-
-
-# One slot
-
-
-@pytest.mark.parametrize("width", [12, 7])
-@pytest.mark.parametrize("name", SLOT_FUNCTIONS)
-def test_gradients_against_finite_differences(name, width):
-    num, vocab_size = 5, 12
-    inputs = [randn(0, num, width), randn(1, num, 4), randn(2, num)]
-    goal_logits, goal_state = randn(3, num, vocab_size), 2 * randn(4, num, 4)
-    token = torch.tensor([0, 3, -1, 6, 2])
-
-    def function(logits, state, confidence):
-        slots = make_slots(logits, goal_logits, token=token, state=state, goal_state=goal_state, confidence=confidence)
-        return SLOT_FUNCTIONS[name](slots)
-
-    trained = {"smooth_l1": 1, "confidence": 2}.get(name, 0)
-    for number, value in enumerate(inputs):
-        value.requires_grad_(number == trained)
-    values = function(*inputs)
-    assert values.shape == (num,) and values.dtype == torch.float64
-    assert torch.autograd.grad(values.sum(), inputs[trained])[0].abs().max() > 0.01
-    assert gradcheck(function, inputs)
-
-
-def test_values_by_hand():
-    slots = make_slots_by_hand(token=2, confidence=torch.tensor([0.3], dtype=torch.float64))
-    p, q = (1 / 3, 1 / 6, 1 / 2), (1 / 2, 1 / 4, 1 / 4)  # p renormalised on the draft vocabulary
-    kl = lambda first, second: sum(a * math.log(a / b) for a, b in zip(first, second))
-    mean = [(a + b) / 2 for a, b in zip(p, q)]
-    overlap, confidence = 0.2 + 0.1 + 0.25, 1 / (1 + math.exp(-0.3))
-    expected = {
-        "kl": kl(p, q),
-        "reverse_kl": kl(q, p),
-        "jsd": (kl(p, mean) + kl(q, mean)) / 2,
-        "tv": 1 - overlap,
-        "nla": -math.log(overlap),
-        "ce": math.log(4),
-        "top_k": 0.2 * math.log(2) + (0.1 + 0.3) * math.log(4),  # fewer than ten tokens: all of them
-        "smooth_l1": 0.0,
-        "confidence": -overlap * math.log(confidence) - (1 - overlap) * math.log(1 - confidence),
-        "overlap": overlap,
-        "probability": 0.25,
-    }
-    assert {name: SLOT_FUNCTIONS[name](slots).item() for name in SLOT_FUNCTIONS} == pytest.approx(expected, abs=1e-12)
-
-
-def test_divergences_of_equal_distributions_are_zero():
-    logits = randn(0, 6, 9)
-    same_slots = make_slots(logits, logits + 5)
-    for name in DIVERGENCES:
-        torch.testing.assert_close(LOSSES[name](same_slots), torch.zeros(6).double(), atol=1e-12, rtol=0)
-        assert (LOSSES[name](make_slots(logits, randn(1, 6, 9))) > 0.01).all()
-
-
-def test_overlap_is_one_minus_tv():
-    slots = make_slots(randn(0, 6, 7), randn(1, 6, 9))
-    torch.testing.assert_close(losses.tv(slots) + losses.overlap(slots), torch.ones(6).double())
-    torch.testing.assert_close(losses.nla(slots), -(1 - losses.tv(slots)).log())
-    full = make_slots(randn(0, 6, 9), randn(1, 6, 9))
-    distance = (full.logits.softmax(-1) - full.goals.logits.softmax(-1)).abs().sum(-1) / 2
-    torch.testing.assert_close(losses.tv(full), distance)
-
-
-@pytest.mark.parametrize("width", [9, 6])
-def test_gradient_of_tv(width):
-    """q / 2 * (s - E_q[s]) with s = sign(q - p): docs/methods.md, section 3."""
-    logits, goal_logits = randn(0, 6, width).requires_grad_(), randn(1, 6, 9)
-    (gradient,) = torch.autograd.grad(losses.tv(make_slots(logits, goal_logits)).sum(), logits)
-    q, p = logits.detach().softmax(-1), goal_logits.softmax(-1)[:, :width]
-    sign = (q - p).sign()
-    torch.testing.assert_close(gradient, q / 2 * (sign - (q * sign).sum(-1, keepdim=True)))
-
-
-def test_top_k_uses_the_ten_most_probable_tokens():
-    slots = make_slots(randn(0, 3, 14), randn(1, 3, 20))
-    p, log_q = randn(1, 3, 20).softmax(-1), slots.logits.log_softmax(-1)
-    for row, loss in enumerate(losses.top_k(slots).tolist()):
-        best = sorted(range(14), key=lambda token: float(p[row, token]))[-10:]
-        assert loss == pytest.approx(-sum(float(p[row, v] * log_q[row, v]) for v in best))
-
-
-def test_nla_is_clamped():
-    goal = torch.tensor([[0.0, 30.0]]).double()
-    assert losses.nla(make_slots(-goal, goal)).item() == pytest.approx(-math.log(1e-5))
-
-
-def test_confidence_has_no_gradient_to_the_logits():
-    logits, confidence = randn(0, 3, 9).requires_grad_(), randn(1, 3).requires_grad_()
-    losses.confidence(make_slots(logits, randn(2, 3, 9), confidence=confidence)).sum().backward()
-    assert logits.grad is None and confidence.grad.abs().max() > 0
-
-
-def test_token_outside_the_draft_vocabulary():
-    logits = randn(0, 2, 5).requires_grad_()
-    for function in (losses.ce, losses.probability):
-        slots = make_slots(logits, randn(1, 2, 9), token=torch.tensor([-1, -1]))
-        assert function(slots).tolist() == [0, 0]
-        (gradient,) = torch.autograd.grad(function(slots).sum(), logits)
-        assert gradient.tolist() == [[0] * 5] * 2
+@pytest.mark.parametrize("num_rows_at_a_time", [1, 10**6])  # a CPU works on the rows of KL in chunks
+@pytest.mark.parametrize("width", [12, 15])  # a reduced draft vocabulary, and all tokens
+@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - {"candidates"}))
+def test_values_and_gradients_are_those_of_the_formula(name, width, num_rows_at_a_time, monkeypatch):
+    """At a temperature that is not 1; the last slot is so far from its goal that nla is constant."""
+    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", width * num_rows_at_a_time)
+    num, vocab_size = 5, 15
+    logits, goal_logits = 2 * randn(0, num, width), 2 * randn(1, num, vocab_size)
+    logits[4, 0], goal_logits[4, 1] = 60.0, 60.0
+    inputs = [value.requires_grad_() for value in (logits, 2 * randn(2, num, 4), randn(3, num))]
+    goal_state, token_ids = 2 * randn(4, num, 4), torch.tensor([0, 3, -1, 11, 2])
+    states = {"state": inputs[1], "goal_state": goal_state, "confidence": inputs[2]}
+    slots = make_slots(logits, goal_logits, token_ids=token_ids, temperature=TEMPERATURE, **states)
+    p, q = (goal_logits / TEMPERATURE).softmax(-1)[:, :width], (logits / TEMPERATURE).softmax(-1)
+    indices = [None if token < 0 else token for token in token_ids.tolist()]
+    plain = [PlainSlot(*values) for values in zip(p, q, indices, inputs[1], goal_state, inputs[2])]
+    expected = torch.stack([(FORMULAS | FIGURES)[name](slot) for slot in plain])
+    values, upstream = FUNCTIONS[name](slots), randn(5, num)
+    torch.testing.assert_close(values, expected, atol=1e-10, rtol=1e-10)
+    results = []
+    for function in (values, expected):
+        grads = torch.autograd.grad(function, inputs, upstream, allow_unused=True, materialize_grads=True)
+        results.append(grads)
+    assert max(grad.abs().max() for grad in results[0]) > 1e-3
+    for grad, expected_grad in zip(*results):
+        torch.testing.assert_close(grad, expected_grad, atol=1e-10, rtol=1e-8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", SLOT_FUNCTIONS)
+@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - {"candidates"}))
 def test_extreme_logits_give_finite_losses_and_gradients(name, dtype):
-    """No inf or nan for one-hot distributions, those that underflow, and a draft vocabulary without any mass of the target."""
+    """No inf or nan for one-hot laws, those that underflow, and a draft vocabulary without any mass of the target."""
     one_hot = torch.tensor([[0, -1e30, -1e30, -1e30], [-1e30, 0, -1e30, -1e30], [0, 0, 0, 0], [1e4, -1e4, 0, 1e4]])
     far = torch.tensor([[-1e4, -1e4, 0, 200], [0, -1e4, 0, 1e4], [-1e30, -1e30, -1e30, 0]])
     pairs = list(itertools.product(torch.cat([one_hot, far]).to(dtype), repeat=2))
@@ -167,12 +142,12 @@ def test_extreme_logits_give_finite_losses_and_gradients(name, dtype):
         slots = make_slots(
             logits,
             torch.stack([pair[1] for pair in pairs]),
-            token=torch.full((len(pairs),), token),
+            token_ids=torch.full((len(pairs),), token),
             state=logits,
             goal_state=logits.detach() + 1e4,
             confidence=confidence,
         )
-        values = SLOT_FUNCTIONS[name](slots)
+        values = FUNCTIONS[name](slots)
         assert values.dtype == dtype and values.isfinite().all()
         for gradient in torch.autograd.grad(values.sum(), (logits, confidence), allow_unused=True):
             assert gradient is None or gradient.isfinite().all()
@@ -180,11 +155,12 @@ def test_extreme_logits_give_finite_losses_and_gradients(name, dtype):
 
 def test_smooth_l1_of_half_precision_states():
     """States may be in half precision; the loss has the precision of the logits."""
-    state, goal = randn(0, 4, 9), randn(1, 4, 9)
-    slots = make_slots(torch.zeros(4, 3), torch.zeros(4, 3), state=state.bfloat16(), goal_state=goal.bfloat16())
-    expected = losses.smooth_l1(make_slots(torch.zeros(4, 3), torch.zeros(4, 3), state=state, goal_state=goal))
-    assert losses.smooth_l1(slots).dtype == torch.float32
-    torch.testing.assert_close(losses.smooth_l1(slots), expected, atol=0.02, rtol=0)
+    logits, states, results = torch.zeros(4, 3), randn(0, 2, 4, 9), []
+    for state, goal_state in (states, states.bfloat16()):
+        slots = make_slots(logits, logits, token_ids=torch.zeros(4), state=state, goal_state=goal_state)
+        results.append(losses.smooth_l1(slots))
+    assert results[1].dtype == torch.float32
+    torch.testing.assert_close(results[1], results[0], atol=0.02, rtol=0)
 
 
 # All depths of a slot
@@ -194,7 +170,7 @@ EXISTS = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 0, 1, 0]]).bool(
 
 
 def test_gradients_of_survival():
-    kl, overlap = rand(0, 3, 5).requires_grad_(), rand(1, 3, 5).requires_grad_()
+    kl, overlap = (randn(seed, 3, 5).sigmoid().requires_grad_() for seed in (0, 1))
     assert gradcheck(lambda kl: losses.lk(kl, overlap.detach(), EXISTS, eta=3.0), kl)
     assert gradcheck(lambda overlap: losses.e2e_tv(overlap, EXISTS), overlap)
     # lk detaches its share, which finite differences would vary, so this gradient is compared with its formula.
@@ -212,10 +188,10 @@ def test_lk_by_hand():
     kl = torch.tensor([[2.0, 4.0, 9.0], [1.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
     overlap = torch.tensor([[0.2, 0.6, 0.9], [0.5, 0.9, 0.9], [0.9, 0.9, 0.9]])
     exists = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]]).bool()
-    first_share, second_share = math.exp(-3 * 0.4), math.exp(-3 * 0.5)
+    first, second = math.exp(-3 * 0.4), math.exp(-3 * 0.5)
     expected = [
-        [first_share * 2 + (1 - first_share) * 0.8, first_share * 4 + (1 - first_share) * 0.4, 0],
-        [second_share * 1 + (1 - second_share) * 0.5, 0, 0],
+        [first * 2 + (1 - first) * 0.8, first * 4 + (1 - first) * 0.4, 0],
+        [second * 1 + (1 - second) * 0.5, 0, 0],
         [0] * 3,
     ]
     torch.testing.assert_close(losses.lk(kl, overlap, exists, eta=3.0), torch.tensor(expected))
@@ -229,7 +205,7 @@ def test_e2e_tv_by_hand():
 
 def test_dpace_by_hand():
     probability = torch.tensor([[0.0, 1.0, 0.0, 9.0, 9.0], [0.5, 0.5, 9.0, 0.5, 9.0], [1.0, 9.0, 9.0, 0.0, 9.0]])
-    # s = 1/2, 3/4, 1 | 1, 3/4, (1) | 1/2, (1), (1) | (1), 3/4, 1/2 | (1), (1), (1): entries in brackets are not counted
+    # s = 1/2, 3/4, 1 | 1, 3/4, (1) | 1/2, (1), (1) | (1), 3/4, 1/2 | (1), (1), (1): entries in brackets do not exist
     expected = [
         [0.5 + 0.375 + 0.375, 1 + 0.75 + 0.75, 0.5 + 0.5 + 0.5, 0, 0],
         [0.375 + 0.375, 0.75 + 0.75, 0, 0.75 + 0.375, 0],
@@ -247,6 +223,6 @@ def test_vat_by_hand():
     exists = torch.tensor([[1, 1, 1, 0, 1], [1, 1, 1, 0, 1], [1, 1, 1, 0, 0], [1, 1, 1, 0, 1]]).bool()
     expected = [[1, 1, 1, 0, 1], [1, 0.5, 1, 0, 0.5], [1, 0.25, 0.5, 0, 0], [1, 0.125, 0.25, 0, 0.125]]
     torch.testing.assert_close(losses.vat(matches, exists, decay=0.5), torch.tensor(expected))
-    # A miss that is not counted is not a rejection
+    # A miss of a depth that does not exist is no rejection
     late = losses.vat(torch.zeros(3, 1).bool(), torch.tensor([[0], [1], [1]]).bool(), decay=0.5)
     assert late.tolist() == [[0], [1], [0.5]]

@@ -171,7 +171,7 @@ def test_help_shows_every_option_and_its_comment():
     config = OmegaConf.load(ROOT / "conf" / "train.yaml")
     keys = [key for key in config if key not in ("defaults", "hydra")]
     assert all(re.search(rf"^{key}:", text, re.M) for key in keys) and "head=consistency|dflash" in text
-    for comment in ("# steps", "# continue the run in that folder", "# half-width, on features", "1 or more, or auto)"):
+    for comment in ("# steps", "# continue the run in that folder", "# half-width of the noise", "1 or more, or auto)"):
         assert comment in text
     assert "optional" not in str(config.defaults)  # an experiment that does not exist is refused
 

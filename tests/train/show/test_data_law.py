@@ -1,4 +1,4 @@
-"""The law of data: it finds the trend that made its points, counts what is read again less, and says little of little."""
+"""The law of data finds the trend that made its points, counts repeated tokens less, and says little of little."""
 
 import pytest
 

@@ -85,26 +85,37 @@ def test_a_run_leaves_a_page_that_says_what_its_report_says(best_step, monkeypat
     assert path.read_text() == text
 
 
-def report_of(**figures) -> Report:
-    document = {"temperature": 0.0, "num_prompts": 8, "num_rounds": 9, "replayed_tau": 1.9, "shape": "chain of 2", "tau": 2.0,
-                "tau_ci": None, "survival": None, "acceptance": None, "tokens_per_second": None, "tokens_per_second_ci": None,
-                "baseline_tokens_per_second": None, "ms_per_round": None, "speedup": None, "speedup_ci": None}  # fmt: skip
-    return Report.from_json({**document, **figures})
+UNMEASURED = (
+    "tau_ci survival acceptance tokens_per_second tokens_per_second_ci baseline_tokens_per_second ms_per_round speedup "
+    "speedup_ci"
+)
+AUTO = {"speedup": 1.3, "speedup_ci": [1.2, 1.4], "num_prompts": 4}
+
+
+def make_report(**figures) -> Report:
+    document = {"temperature": 0.0, "num_prompts": 8, "num_rounds": 9, "replayed_tau": 1.9, "shape": "chain of 2"}
+    return Report.from_json({**document, "tau": 2.0, **dict.fromkeys(UNMEASURED.split()), **figures})
 
 
 @pytest.mark.parametrize(
-    ("figures", "answer", "sentence"),
+    ("speedup", "interval", "figures", "answer", "sentence"),
     [
-        ({"speedup": 1.5, "speedup_ci": [1.4, 1.6]}, "yes", "Yes: 1.50 times as fast as plain decoding (1.40 .. 1.60) with the chain of 2, on 8"),
-        ({"speedup": 1.1, "speedup_ci": [0.9, 1.3]}, "unsure", "Not sure: 1.10 times"),
-        ({"speedup": 0.8, "speedup_ci": [0.7, 0.9]}, "no", "No: 0.80 times"),
-        ({"speedup": 0.8, "speedup_ci": [0.7, 0.9], "auto": {"speedup": 1.3, "speedup_ci": [1.2, 1.4], "num_prompts": 4}},
-         "yes", "with proposer=auto, on 4 prompts"),
-        ({"tau": None}, "unsure", "tau is 1.90, but nothing was decoded"),
+        (
+            1.5,
+            [1.4, 1.6],
+            {},
+            "yes",
+            "Yes: 1.50 times as fast as plain decoding (1.40 .. 1.60) with the chain of 2, on 8",
+        ),
+        (1.05, [1.049, 1.06], {}, "unsure", "Not sure: 1.05 times"),
+        (1.1, [0.9, 1.3], {}, "unsure", "Not sure: 1.10 times"),
+        (0.8, [0.7, 0.9], {}, "no", "No: 0.80 times"),
+        (0.8, [0.7, 0.9], {"auto": AUTO}, "yes", "with proposer=auto, on 4 prompts"),
+        (None, None, {"tau": None}, "unsure", "tau is 1.90, but nothing was decoded"),
     ],
-)  # fmt: skip
-def test_whether_a_head_is_worth_serving_is_one_sentence(figures, answer, sentence):
-    verdict = run_page.rate_speedup(report_of(**figures))
+)
+def test_whether_a_head_is_worth_serving_is_one_sentence(speedup, interval, figures, answer, sentence):
+    verdict = run_page.rate_speedup(make_report(speedup=speedup, speedup_ci=interval, **figures))
     assert verdict[0] == answer and sentence in verdict[1]
 
 

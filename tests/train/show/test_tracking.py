@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,29 +31,26 @@ def _nobody_is_logged_in(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
-def read_expected(run: str) -> tuple[dict[int, dict[str, float]], dict]:
-    """What a run should have told: figures by step, and the report of its best step."""
-    folder = Path("checkpoints") / run
-    steps: dict[int, dict[str, float]] = {}
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    for row in rows:
-        if row.get("last"):
-            continue
-        kind, values = ("validation", row["validation"]) if "validation" in row else ("train", row)
-        step = row.pop("step")
-        steps.setdefault(step, {}).update(tracking.list_figures(kind, values))
-    report = json.loads((checkpoint.resolve(folder) / "report.json").read_text())
-    steps[max(steps)].update(tracking.list_figures("best", report))
-    return steps, report
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def compare_with_run(tracked: dict[int, dict[str, float]], run: str, *, digits: float = 1e-12) -> None:
-    steps, report = read_expected(run)
-    assert {"train/loss", "train/learning_rate", "train/tokens_per_second", "train/memory", "train/grad_norm"} <= set(
-        steps[1]
-    )
-    assert {"validation/replayed_tau", "validation/replayed_tau_low", "validation/replayed_survival_1"} <= set(steps[2])
-    assert {"best/speedup", "best/speedup_low", "best/tau", "best/survival_1", "best/auto_speedup"} <= set(steps[4])
+    """A tracker's figures by step are those of the run's log and of the report of its best step."""
+    folder = Path("checkpoints") / run
+    report = json.loads((checkpoint.resolve(folder) / "report.json").read_text())
+    steps: dict[int, dict[str, float]] = defaultdict(dict)
+    for row in read_lines(folder / "log.jsonl"):
+        if not row.get("last"):
+            step, kind = row.pop("step"), "validation" if "validation" in row else "train"
+            steps[step] |= tracking.list_figures(kind, row.get("validation", row))
+    steps[max(steps)] |= tracking.list_figures("best", report)
+    for step, names in {
+        1: "train/loss train/learning_rate train/tokens_per_second train/memory train/grad_norm",
+        2: "validation/replayed_tau validation/replayed_tau_low validation/replayed_survival_1",
+        4: "best/speedup best/speedup_low best/tau best/survival_1 best/auto_speedup",
+    }.items():
+        assert set(names.split()) <= set(steps[step])
     assert steps[4]["best/speedup"] == report["speedup"] and steps[4]["best/speedup_high"] == report["speedup_ci"][1]
     assert set(tracked) == set(steps)
     for step, figures in steps.items():
@@ -61,12 +59,13 @@ def compare_with_run(tracked: dict[int, dict[str, float]], run: str, *, digits: 
 
 
 def test_figures_are_numbers_by_name():
-    report = {"tau": 1.5, "tau_ci": [1.25, 1.75], "survival": [0.5, math.nan], "auto": {"speedup": 2, "sizes": {"3": 7}}, "step": 4,
-              "shape": "chain of 2", "speedup": None, "by_category": {"all": {"tau": 1}}, "differences": [{"prompt": "a"}]}  # fmt: skip
-    assert tracking.list_figures("best", report) == {
-        "best/tau": 1.5, "best/tau_low": 1.25, "best/tau_high": 1.75, "best/survival_1": 0.5, "best/auto_speedup": 2,
-        "best/auto_sizes_3": 7, "best/step": 4,
-    }  # fmt: skip
+    figures = {"tau": 1.5, "tau_ci": [1.25, 1.75], "survival": [0.5, math.nan], "step": 4}
+    figures |= {"auto": {"speedup": 2, "sizes": {"3": 7}}, "shape": "chain of 2", "speedup": None}
+    tables = {"by_category": {"all": {"tau": 1}}, "differences": [{"prompt": "a"}]}
+    expected = {"tau": 1.5, "tau_low": 1.25, "tau_high": 1.75, "survival_1": 0.5, "step": 4}
+    expected |= {"auto_speedup": 2, "auto_sizes_3": 7}
+    listed = tracking.list_figures("best", figures | tables)
+    assert listed == {f"best/{name}": value for name, value in expected.items()}
 
 
 def records_of(path: Path) -> Iterator[bytes]:
@@ -88,20 +87,54 @@ def read_wandb(folder: Path) -> tuple[dict[int, dict[str, float]], dict]:
     """-> figures by step, settings by run: of all offline runs in the folder"""
     from wandb.proto import wandb_internal_pb2
 
-    steps: dict[int, dict[str, float]] = {}
-    runs = {}
+    steps, runs = defaultdict(dict), {}
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        for data in records_of(path):
+        for content in records_of(path):
             record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
+            record.ParseFromString(content)
             if record.HasField("history"):
-                row = {
-                    item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
-                }
-                steps.setdefault(row["_step"], {}).update(row)
+                items = record.history.item
+                row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+                steps[row["_step"]] |= row
             elif record.HasField("run"):
-                runs.setdefault(record.run.run_id, {item.key: json.loads(item.value_json) for item in record.run.config.update})  # fmt: skip
+                settings = {item.key: json.loads(item.value_json) for item in record.run.config.update}
+                runs.setdefault(record.run.run_id, settings)
     return steps, runs
+
+
+def read_tensorboard(folder: Path) -> dict[int, dict[str, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0})
+    events.Reload()
+    steps = defaultdict(dict)
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            steps[event.step][name] = event.value
+    return steps
+
+
+@pytest.mark.full
+def test_tensorboard_holds_what_the_run_holds(fit):
+    assert fit("board", "tracker=tensorboard", *SHORT) == 0
+    compare_with_run(read_tensorboard(Path("checkpoints/board")), "board", digits=1e-6)  # float32
+
+
+@pytest.mark.full
+def test_trackio_holds_what_the_run_holds(fit, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)  # it reads its folder when it is imported
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    assert fit("io", "tracker=trackio", *SHORT) == 0
+    compare_with_run(join_rows(storage.get_logs("specdec", "io")), "io")
+
+
+def join_rows(rows: list[dict]) -> dict[int, dict[str, float]]:
+    steps = defaultdict(dict)
+    for row in rows:
+        steps[row["step"]] |= row
+    return steps
 
 
 @pytest.mark.full
@@ -114,17 +147,8 @@ def test_wandb_offline_holds_what_the_run_holds(fit):
     assert identity == (folder / tracking.WANDB_ID).read_text().strip() and config["optimizer.lr"] == 1e-3
 
 
-@pytest.mark.full
-def test_a_continued_run_is_the_same_run_of_wandb(fit):
-    fit_interrupted(fit, "died", "tracker=wandb", *SHORT)
-    steps, runs = read_wandb(Path("checkpoints/died"))
-    assert len(list(Path("checkpoints/died/wandb").glob("offline-run-*"))) == 2
-    assert set(runs) == {Path("checkpoints/died", tracking.WANDB_ID).read_text().strip()}
-    assert sorted(steps) == [1, 2, 3, 4]
-
-
 class WandbServer(http.server.BaseHTTPRequestHandler):
-    """What a server of W&B answers to `wandb sync`: it keeps the rows of each run, and says how many it has of a resumed one."""
+    """A server of W&B for `wandb sync`: it keeps the rows of each run, and counts those of a resumed one."""
 
     protocol_version = "HTTP/1.1"
     rows: dict[str, list[dict]] = {}
@@ -152,17 +176,22 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
         project = {"id": "P", "name": "specdec", "entity": {"id": "E", "name": "me"}}
         run = {"id": "R", "name": variables.get("name"), "displayName": "run", "config": "{}", "project": project}
         if name == "RunResumeStatus":
-            rows, is_known = self.rows.get(variables["name"], []), variables["name"] in self.rows
-            counts = {"logLineCount": 0, "historyLineCount": len(rows), "eventsLineCount": 0, "eventsTail": "[]"}
-            tail = {"historyTail": json.dumps([json.dumps(rows[-1])] if rows else []), "summaryMetrics": json.dumps(rows[-1] if rows else {})}  # fmt: skip
-            resumed_run = {**run, **counts, **tail, "tags": [], "wandbConfig": '{"t": 1}'}
-            return {"model": {**project, "bucket": resumed_run if is_known else None}}
+            rows = self.rows.get(variables["name"])
+            newest = (rows or [{}])[-1]
+            history = {
+                "historyLineCount": len(rows or ()),
+                "historyTail": json.dumps([json.dumps(newest)][: len(rows or ())]),
+            }
+            events = {"logLineCount": 0, "eventsLineCount": 0, "eventsTail": "[]", "summaryMetrics": json.dumps(newest)}
+            resumed_run = {**run, **history, **events, "tags": [], "wandbConfig": '{"t": 1}'}
+            return {"model": {**project, "bucket": None if rows is None else resumed_run}}
         if name == "UpsertBucket":
             self.rows.setdefault(str(variables["name"]), [])
             return {"upsertBucket": {"bucket": run, "inserted": True}}
         if name == "CreateRunFiles":
-            place = f"http://127.0.0.1:{self.server.server_address[1]}/file"
-            return {"createRunFiles": {"runID": "R", "uploadHeaders": [], "files": [{"name": file_name, "uploadUrl": place} for file_name in variables["files"]]}}  # fmt: skip
+            url = f"http://127.0.0.1:{self.server.server_address[1]}/file"
+            files = [{"name": file_name, "uploadUrl": url} for file_name in variables["files"]]
+            return {"createRunFiles": {"runID": "R", "uploadHeaders": [], "files": files}}
         return {}
 
     def reply(self, answer: dict) -> None:
@@ -178,54 +207,29 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.full
-def test_a_continued_run_is_synchronised_whole(fit, monkeypatch):
-    """By the command of docs/tracking.md; the step behind the last state is done and told twice."""
+def test_a_continued_run_is_one_run_of_wandb_and_is_synchronised_whole(fit, monkeypatch):
+    """By the command of docs/tracking.md; the step behind the last state is done and sent twice."""
     fit_interrupted(fit, "died", "tracker=wandb", *SHORT)
+    folder = Path("checkpoints/died")
+    number = (folder / tracking.WANDB_ID).read_text().strip()
+    offline_steps, runs = read_wandb(folder)
+    assert len(list(folder.glob("wandb/offline-run-*"))) == 2
+    assert set(runs) == {number} and sorted(offline_steps) == [1, 2, 3, 4]
+
     monkeypatch.setattr(WandbServer, "rows", {})
+    monkeypatch.delenv("WANDB_MODE")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        given = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_address[1]}", "WANDB_API_KEY": "0" * 40}
-        command = [sys.executable, "-c", "from wandb.cli.cli import cli; cli()", "sync", "checkpoints/died/wandb"]
-        kept = {name: value for name, value in os.environ.items() if name != "WANDB_MODE"}
-        environment = kept | given | {"WANDB_RESUME": "allow"}
-        done = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True)
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        settings = {"WANDB_BASE_URL": address, "WANDB_API_KEY": "0" * 40, "WANDB_RESUME": "allow"}
+        command = [sys.executable, "-c", "from wandb.cli.cli import cli; cli()", "sync", str(folder / "wandb")]
+        process = subprocess.run(command, env=os.environ | settings, timeout=120, capture_output=True, text=True)
         server.shutdown()
     ((identity, rows),) = WandbServer.rows.items()
-    assert identity == Path("checkpoints/died", tracking.WANDB_ID).read_text().strip(), done.stderr
-    figures_by_step, _ = read_wandb(Path("checkpoints/died"))
     steps = [row["step"] for row in rows]
-    assert sorted(set(steps)) == sorted(figures_by_step) == [1, 2, 3, 4] and len(steps) > 4
-    tracked: dict[int, dict[str, float]] = {}
-    for row in rows:
-        tracked.setdefault(row["step"], {}).update(row)
-    compare_with_run(tracked, "died")
-
-
-@pytest.mark.full
-def test_tensorboard_holds_what_the_run_holds(fit):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    assert fit("board", "tracker=tensorboard", *SHORT) == 0
-    events = EventAccumulator("checkpoints/board/tensorboard", size_guidance={"tensors": 0, "scalars": 0})
-    events.Reload()
-    steps: dict[int, dict[str, float]] = {}
-    for name in events.Tags()["scalars"]:
-        for event in events.Scalars(name):
-            steps.setdefault(event.step, {})[name] = event.value
-    compare_with_run(steps, "board", digits=1e-6)  # float32
-
-
-@pytest.mark.full
-def test_trackio_holds_what_the_run_holds(fit, tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
-        monkeypatch.delitem(sys.modules, name)  # it reads its folder when it is imported
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
-    assert fit("io", "tracker=trackio", *SHORT) == 0
-    steps: dict[int, dict[str, float]] = {}
-    for row in storage.get_logs("specdec", "io"):
-        steps.setdefault(row["step"], {}).update(row)
-    compare_with_run(steps, "io")
+    assert identity == number, process.stderr
+    assert sorted(set(steps)) == [1, 2, 3, 4] and len(steps) > 4
+    compare_with_run(join_rows(rows), "died")
 
 
 class Broken:

@@ -1,7 +1,7 @@
-"""Runs inside vLLM, which imports it by its name: writes the hidden states of each request to a file.
+"""A connector inside vLLM, which imports it by its name: it writes the hidden states of each request to a file.
 
-vLLM's own connector does that on a GPU. Here it also runs on a CPU, where there are no streams to wait for, the files tell
-their layers on both, and a full disk loses one answer instead of the engine.
+vLLM's own connector does that on a GPU. This one also runs on a CPU, where there are no streams to wait for. Its files
+name their layers, and a full disk loses one answer instead of the engine.
 """
 
 import json
@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_c
 
 
 class Ready:
-    """In the place of a CUDA event: a copy on a CPU is complete when it returns."""
+    """A CUDA event's substitute: a copy on a CPU is complete when it returns."""
 
     def query(self) -> bool:
         return True
@@ -24,10 +24,12 @@ class Ready:
 
 
 class HiddenStatesConnector(of_vllm.ExampleHiddenStatesConnector):
-    def _write_tensors(self, tensors, event, filename, lock_fd) -> None:
-        """As vLLM's own, which does not tell the layers; a thread calls it.
+    """vLLM's connector, with layers in its files, on CPUs too."""
 
-        event: complete when the tensors are; lock_fd: of the file's lock, which ends the client's wait; None: there is none
+    def _write_tensors(self, tensors, event, filename, lock_fd) -> None:
+        """Writes a file as vLLM's method does, with the numbers of its layers. A thread calls it.
+
+        event: complete when the tensors are; lock_fd: descriptor of the file's lock, which ends the client's wait
         """
         config = self._vllm_config.speculative_config.draft_model_config.hf_config
         layers = sorted(config.eagle_aux_hidden_state_layer_ids)  # vLLM writes them in this order

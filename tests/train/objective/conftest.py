@@ -1,0 +1,23 @@
+"""Fixtures of the objective's tests."""
+
+import pytest
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from specdec.heads.blocks import Rotary
+
+
+@pytest.fixture
+def in_float64(monkeypatch):
+    """Puts Llama's norms and angles into float64. In float32, a difference in the last bit would grow on some CPUs."""
+
+    def normalise(self, x):
+        wide = x.double()
+        return (self.weight * wide * (wide.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()).to(x.dtype)
+
+    def turn(self, x, position_ids):
+        angles = (position_ids[..., None].double() * self.inv_freq.double()).repeat(1, 1, 2)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", normalise)
+    for kind in (LlamaRotaryEmbedding, Rotary):
+        monkeypatch.setattr(kind, "forward", turn)
