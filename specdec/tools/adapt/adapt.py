@@ -1,4 +1,4 @@
-"""An adaptation from its first row to the head in use: what is trained on, judged, and given back."""
+"""An adaptation from its first row to the head in use: reading and splitting rows, judging, training and exporting."""
 
 from specdec.options.command_line import read_command, split_list
 
@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +27,7 @@ from specdec.core.option_types import (
     FREE,
     Count,
     Duration,
+    Model,
     NonNegative,
     Options,
     Positive,
@@ -50,18 +51,17 @@ from specdec.tools.adapt import answers as adaptation
 from specdec.tools.adapt import judging
 from specdec.tools.adapt.folder import KINDS, AdaptationFolder, AdaptationPlan
 
-FIXED_OPTIONS = {
-    *"run start resume head data.train data.length train.steps".split()
-}  # options of train.py that are not the user's
+FIXED_OPTIONS = {*"run start resume head data.train data.length train.steps".split()}  # options that this command sets
 TRAIN_SCRIPT = config_files.HOME / "train.py"
 SHIPPED_ANSWERS = "data/answers.jsonl.gz"  # answers of the default target, on which the shipped heads were trained
-PACK_MULTIPLE = 128  # tokens: packs have a multiple of it, so that the target's passes have few shapes
-SHORTEST_PACK = 512  # tokens of a pack, at least, unless `length` is less
-LR_SHARE = 1 / 3  # of the learning rate that the head was trained with
-ADAMW_LR = {"eagle3": 2.5e-4, "mtp": 7e-4}  # of heads that are trained with Muon: rates of AdamW
-VALIDATIONS, PATIENCE = 10, 3  # of a training, and how many without a rise of tau end it
-NUM_VALIDATION_ANSWERS = 32  # answers that choose the step, at most
-SHOWN_LINES = re.compile(r"step +\d+[/:]|Resumed|Ctrl-C|SIGTERM")  # lines of train.py
+PACK_MULTIPLE = 128  # tokens; packs have a multiple of it, so that the target's passes have few shapes
+SHORTEST_PACK = 512  # tokens of a pack, unless `length` is less
+LR_SHARE = 1 / 3  # learning rate over that of the head's training (results/36-accepted-adaptations.md)
+ADAMW_LR = {"eagle3": 2.5e-4, "mtp": 7e-4}  # rates of AdamW for heads that are trained with Muon
+VALIDATIONS = 10  # validations of a training
+PATIENCE = 3  # validations without a rise of tau that end a training
+NUM_VALIDATION_ANSWERS = 32  # most answers that choose the step
+SHOWN_LINES = re.compile(r"step +\d+[/:]|Resumed|Ctrl-C|SIGTERM")  # lines of train.py that are shown
 
 
 class AdaptOptions(Options):
@@ -87,9 +87,8 @@ class AdaptOptions(Options):
     def check_sources(self) -> "AdaptOptions":
         raise_first(
             {
-                "Give traffic=FOLDER of recorded answers, or prompts=FILE that the target answers first: one of them.": (
-                    (self.traffic is None) == (self.prompts is None)
-                ),
+                "Give traffic=FOLDER of recorded answers, or prompts=FILE that the target answers first: one of "
+                "them.": (self.traffic is None) == (self.prompts is None),
                 "answer. options say how prompts= are answered: give prompts=, or leave them out.": (
                     self.answer and not self.prompts
                 ),
@@ -103,17 +102,20 @@ class AdaptOptions(Options):
 
 def run_adaptations(options: AdaptOptions, console: progress.Results) -> None:
     """Adapts once, or with watch= whenever there are enough new rows. Raises ValueError for what cannot be adapted."""
-    if refused_options := sorted(FIXED_OPTIONS & set(options.training)):
-        raise ValueError(f"training.{refused_options[0]}= is chosen by this command: leave it out.")
+    fixed = sorted(FIXED_OPTIONS & set(options.training))
+    if fixed:
+        raise ValueError(f"training.{fixed[0]}= is chosen by this command: leave it out.")
     home = AdaptationFolder(Path(options.out))
+
+    def load_target() -> Target:
+        name = loading.find_target_name(checkpoint.resolve(options.checkpoint), options.target.name)
+        return loading.load_target(options.target, default=name).target
+
     previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         with hold_lock(home.path / "lock", resource=home.path):
-            name = lambda: loading.find_target_name(checkpoint.resolve(options.checkpoint), options.target.name)
-            home.install_given_head(
-                options.checkpoint, lambda: loading.load_target(options.target, default=name()).target
-            )
-            export_accepted_head(options, home)  # what an earlier launch was interrupted in
+            home.install_given_head(options.checkpoint, load_target)
+            export_accepted_head(options, home)  # an earlier launch may have been interrupted in it
             if options.watch is None:
                 adapt_head(options, home, console)
             else:
@@ -123,7 +125,7 @@ def run_adaptations(options: AdaptOptions, console: progress.Results) -> None:
 
 
 def watch_traffic(options: AdaptOptions, home: AdaptationFolder, console: progress.Results) -> None:
-    """Adapts whenever enough new rows have come, until a signal. Says so only when something has changed."""
+    """Adapts whenever enough new rows have come, until a signal. Prints a lack of rows only when it has changed."""
     last_message = ""
     console.say(f"watching {options.traffic} every {options.watch:g} s; Ctrl-C ends it")
     try:
@@ -132,31 +134,26 @@ def watch_traffic(options: AdaptOptions, home: AdaptationFolder, console: progre
                 adapt_head(options, home, console)
             except adaptation.TooFewAnswers as error:
                 if str(error) != last_message:
-                    console.say(last_message := str(error))
+                    last_message = str(error)
+                    console.say(last_message)
             time.sleep(options.watch or 0)
     except KeyboardInterrupt:
         console.say(f"stopped; {home.path} stands for {home.current.name}")
 
 
 def adapt_head(options: AdaptOptions, home: AdaptationFolder, console: progress.Results) -> None:
-    """One adaptation, or the rest of the one that was interrupted. Raises TooFew if there is too little to train on."""
-    settings = {
-        name: value
-        for name, value in options.model_dump().items()
-        if FREE not in AdaptOptions.model_fields[name].metadata
-    }
+    """Makes one adaptation, or finishes an interrupted one. Raises TooFewAnswers if there is too little to train on."""
+    fields = AdaptOptions.model_fields
+    settings = {name: value for name, value in options.model_dump().items() if FREE not in fields[name].metadata}
     plan = home.read_plan()
     if plan is None:
         plan = prepare_plan(options, home, settings, console)
     else:
-        recorded_settings = {
-            key: value for key, value in plan.facts["settings"].items() if key in settings
-        }  # some options went
         advice = f"Give those again, or delete {home.training} to begin anew."
-        check_settings(home.training, recorded_settings, settings, advice=advice)
+        check_settings(home.training, plan.facts["settings"], settings, advice=advice)
         console.say(f"the adaptation {plan.number} goes on")
     measured = home.read_measured() or score_head_in_use(options, home, plan)
-    show_groups(console, plan, measured["counts"])
+    show_groups(console, plan, read_counts(measured))
     console.say(measured["foreseen"]["said"])
     if options.dry_run:
         console.say(f"dry_run: without it the same command trains. To begin anew, delete {home.training}.")
@@ -170,101 +167,151 @@ def check_head(folder: Path) -> None:
     kind = checkpoint.load_head_class(str(checkpoint.read_json(folder / "drafter.json").get("_target_")))
     if kind.adapts_target or not issubclass(kind, Drafter):
         raise ValueError(
-            f"{folder}: a {kind.__name__} cannot be judged by replay along answers of the unchanged target: train it by "
+            f"{folder}: a {kind.__name__} cannot be judged by replay along answers of the unchanged target: "
+            "train it by "
             "train.py start=."
         )
 
 
 def check_tokens(tokens: int, needed: int) -> None:
+    """Raises TooFewAnswers for less tokens to train on than min_tokens."""
     if tokens < needed:
         raise adaptation.TooFewAnswers(f"{tokens:,} of {needed:,} new tokens to train on (min_tokens): give more rows.")
 
 
+def read_values(verb: str, model: type[Model], values: dict[str, Any]) -> Model:
+    """The options of another verb with these values."""
+    return read_command(verb, model, None, [f"{key}={value}" for key, value in values.items()])
+
+
 def write_answers(options: AdaptOptions, home: AdaptationFolder, console: progress.Results) -> Path:
-    """Lets the target answer prompts=, or go on with it. -> the file of answers"""
-    folder = home.make_private("answers")
-    values = {
-        "prompts": options.prompts,
-        "out": folder / "answers.jsonl",
-        **list_target_options(options, home),
-        **options.answer,
-    }
-    arguments = [f"{key}={value}" for key, value in values.items()]
-    answer_prompts(read_command("answer", AnswerOptions, None, arguments), console)
-    return folder / "answers.jsonl"
+    """Lets the target answer prompts=, as far as it has not done so. Returns the file of answers."""
+    path = home.make_private("answers") / "answers.jsonl"
+    values = {"prompts": options.prompts, "out": path, **list_target_options(options, home), **options.answer}
+    answer_prompts(read_values("answer", AnswerOptions, values), console)
+    return path
 
 
 def prepare_plan(
     options: AdaptOptions, home: AdaptationFolder, settings: dict, console: progress.Results
 ) -> AdaptationPlan:
-    """Reads and splits the rows. -> what to train. With watch=, enough of the rows must be new to all adaptations."""
+    """Reads and splits the rows, and records them. Returns the answers to train on and to judge by.
+
+    Raises ValueError for a head or rows that cannot be used, TooFewAnswers for too few rows.
+    """
     check_head(home.current)
-    find_head_option(home.first_head)  # which refuses a wrong one now
-    document = checkpoint.read_json(home.current / "drafter.json")
-    name = options.target.name or str(document.get("target"))
-    tokenizer = loading.load_tokenizer(name, trust_remote_code=options.target.trust_remote_code)
-    fingerprint = home.source_record.get("target_fingerprint", document.get("target_fingerprint"))
-    trusted = options.target.trust_remote_code
-    read_fingerprint = functools.cache(lambda: Target.load_ends(name, trust_remote_code=trusted).identity)
-    source = adaptation.TrafficSource(token_text.digest_vocabulary(tokenizer), name, fingerprint, read_fingerprint)
+    find_head_option(home.first_head)  # raises ValueError before anything is read
+    source, tokenizer = open_source(options, home)
     sources = find_old_sources(options.old, home.first_head, source.target)
-    option_name = "traffic" if options.prompts is None else "prompts"
-    earlier_decisions = [
-        (decision_record["until"], decision_record["decision"])
-        for decision_record in home.read_history()
-        if decision_record.get("where", "traffic") == option_name
-    ]
-    if options.prompts is None:
-        answers, left_out = adaptation.read_traffic(Path(str(options.traffic)), source)
-    else:
-        written = write_answers(options, home, console)
-        answers, left_out = adaptation.read_written(written, source, [end for end, _ in earlier_decisions])
-    last_tried = max((end for end, _ in earlier_decisions), default=-math.inf)
-    last_accepted = max((until for until, decision in earlier_decisions if decision == "accepted"), default=-math.inf)
-    if options.watch is not None:
-        tokens = adaptation.count_tokens(answer for answer in answers if answer.time > last_tried)
-        training_share = (1 - options.heldout_share) * (1 - options.heldout_share / 2)  # to train on
-        check_tokens(int(tokens * training_share), options.min_tokens)
-    new_answers = [answer for answer in answers if answer.time > last_accepted]
-    if not new_answers:
-        raise adaptation.TooFewAnswers(
-            f"{option_name}={getattr(options, option_name)} has no rows that are newer than those of the head in use: give more."
-            + (f" Left out: {left_out}." if left_out else "")
-        )
+    new_answers, left_out = read_new_answers(options, home, source, console)
+
+    # Split the new answers
     training, heldout = adaptation.split_newest(new_answers, options.heldout_share)
     training, validation = adaptation.split_newest(training, options.heldout_share / 2)
     earlier_heldout = home.read_earlier_answers("heldout")
     training = adaptation.drop_known_answers(training, earlier_heldout)
-    check_tokens(tokens := adaptation.count_tokens(training), options.min_tokens)
-    num_conversations = len({answer.conversation for answer in heldout if len(answer.prompt) + 2 <= options.length})
-    if num_conversations < judging.MIN_CONVERSATIONS:
-        raise adaptation.TooFewAnswers(
-            f"{num_conversations} held-out conversations fit into length={options.length}: a head is judged by {judging.MIN_CONVERSATIONS} or more. Give more."
-        )
+    tokens = adaptation.count_tokens(training)
+    check_tokens(tokens, options.min_tokens)
+    check_heldout(heldout, options.length)
     if left_out:
         console.say(f"rows of the traffic that are left out: {left_out}")
+
+    # Choose old answers, some to judge forgetting by and some to train on
     adapted = [answer.to_row(source.tokenizer) for answer in home.read_earlier_answers("trained")]
-    max_old_tokens = int(options.old_share / (1 - options.old_share) * tokens)
+    used_answers = [*heldout, *validation, *training]
     old_heldout, old_training = choose_old_answers(
         sources,
         adapted,
         tokenizer,
-        used_answers=[*heldout, *validation, *training, *earlier_heldout],
-        max_tokens=max_old_tokens,
+        used_answers=[*used_answers, *earlier_heldout],
+        max_tokens=int(options.old_share / (1 - options.old_share) * tokens),
     )
-    old_heldout += adaptation.drop_known_answers(earlier_heldout, [*heldout, *validation, *training])
-    slices = {kind: judging.sample_answers(each, options.length) for kind, each in zip(KINDS, (heldout, old_heldout))}
-    chosen = judging.sample_answers(validation, options.length, NUM_VALIDATION_ANSWERS)
-    slices["validation"] = [replace(each, answer=each.answer[: options.length - len(each.prompt)]) for each in chosen]
-    if not chosen:
-        raise adaptation.TooFewAnswers(
-            f"No answer that chooses the step fits into length={options.length}: raise it, or give more rows."
-        )
-    about = {"until": max(answer.time for answer in new_answers), "where": option_name, "settings": settings}
+    old_heldout += adaptation.drop_known_answers(earlier_heldout, used_answers)
+
+    # Sample the answers that heads are judged by, and record the plan
+    slices = {
+        "new": judging.sample_answers(heldout, options.length),
+        "old": judging.sample_answers(old_heldout, options.length),
+        "validation": sample_validation(validation, options.length),
+    }
+    facts = {"until": max(answer.time for answer in new_answers), "where": name_source(options), "settings": settings}
     start = str(home.current.relative_to(home.path))
-    plan = AdaptationPlan(home.next_number(), start, [*training, *old_training], len(training), slices, about)
+    plan = AdaptationPlan(home.next_number(), start, [*training, *old_training], len(training), slices, facts)
     home.save_plan(plan, source.tokenizer)
     return plan
+
+
+def name_source(options: AdaptOptions) -> str:
+    """The option that names the new rows."""
+    return "traffic" if options.prompts is None else "prompts"
+
+
+def open_source(
+    options: AdaptOptions, home: AdaptationFolder
+) -> tuple[adaptation.TrafficSource, PreTrainedTokenizerBase]:
+    """The target whose answers are wanted, and its tokenizer."""
+    document = checkpoint.read_json(home.current / "drafter.json")
+    name, trusted = options.target.name or str(document.get("target")), options.target.trust_remote_code
+    tokenizer = loading.load_tokenizer(name, trust_remote_code=trusted)
+    fingerprint = home.source_record.get("target_fingerprint", document.get("target_fingerprint"))
+    read_fingerprint = functools.cache(lambda: Target.load_ends(name, trust_remote_code=trusted).identity)
+    vocabulary = token_text.digest_vocabulary(tokenizer)
+    return adaptation.TrafficSource(vocabulary, name, fingerprint, read_fingerprint), tokenizer
+
+
+def read_new_answers(
+    options: AdaptOptions, home: AdaptationFolder, source: adaptation.TrafficSource, console: progress.Results
+) -> tuple[adaptation.Answers, str]:
+    """The answers that are newer than those of the head in use, and in words the rows that were left out.
+
+    Raises TooFewAnswers without any; with watch=, enough of them must be new to all adaptations.
+    """
+    name = name_source(options)
+    history = [record for record in home.read_history() if record["where"] == name]
+    if options.prompts is None:
+        answers, left_out = adaptation.read_traffic(Path(str(options.traffic)), source)
+    else:
+        path = write_answers(options, home, console)
+        answers, left_out = adaptation.read_written(path, source, [record["until"] for record in history])
+    if options.watch is not None:
+        check_untried(options, answers, history)
+    accepted = [record["until"] for record in history if record["decision"] == "accepted"]
+    last_accepted = max(accepted, default=-math.inf)
+    new_answers = [answer for answer in answers if answer.time > last_accepted]
+    if not new_answers:
+        raise adaptation.TooFewAnswers(
+            f"{name}={getattr(options, name)} has no rows that are newer than those of the head in use: give more."
+            + (f" Left out: {left_out}." if left_out else "")
+        )
+    return new_answers, left_out
+
+
+def check_untried(options: AdaptOptions, answers: adaptation.Answers, history: list[dict]) -> None:
+    """Raises TooFewAnswers where too few tokens are new to all adaptations. Held-out tokens do not count."""
+    last_tried = max((record["until"] for record in history), default=-math.inf)
+    tokens = adaptation.count_tokens(answer for answer in answers if answer.time > last_tried)
+    training_share = (1 - options.heldout_share) * (1 - options.heldout_share / 2)
+    check_tokens(int(tokens * training_share), options.min_tokens)
+
+
+def check_heldout(heldout: adaptation.Answers, length: int) -> None:
+    """Raises TooFewAnswers where too few held-out conversations fit into `length` tokens."""
+    num = len({answer.conversation for answer in heldout if len(answer.prompt) + 2 <= length})
+    if num < judging.MIN_CONVERSATIONS:
+        raise adaptation.TooFewAnswers(
+            f"{num} held-out conversations fit into length={length}: a head is judged by {judging.MIN_CONVERSATIONS} "
+            "or more. Give more."
+        )
+
+
+def sample_validation(answers: adaptation.Answers, length: int) -> adaptation.Answers:
+    """The answers that choose the step, cut to `length` tokens. Raises TooFewAnswers if none of them fits."""
+    sample = judging.sample_answers(answers, length, NUM_VALIDATION_ANSWERS)
+    if not sample:
+        raise adaptation.TooFewAnswers(
+            f"No answer that chooses the step fits into length={length}: raise it, or give more rows."
+        )
+    return [answer.cut(length) for answer in sample]
 
 
 def choose_old_answers(
@@ -275,62 +322,62 @@ def choose_old_answers(
     used_answers: adaptation.Answers,
     max_tokens: int,
 ) -> tuple[adaptation.Answers, adaptation.Answers]:
-    """-> old answers that forgetting is judged on, the same ones at every adaptation, and others to train on.
+    """Old answers that forgetting is judged by, the same ones at every adaptation, and others to train on.
 
-    adapted: rows of earlier adaptations; taken: answers that are used already; most: tokens of the second ones
+    adapted: rows of earlier adaptations; used_answers: answers that have another use
+    max_tokens: bound of the tokens to train on
+    Raises ValueError for sources that cannot be read.
     """
     try:
         rows = [row for name in sources for row in reading.load_conversations(name)]
         heldout = list(itertools.islice(adaptation.draw_old_answers(rows, tokenizer), judging.MAX_ANSWERS))
-        unused = adaptation.drop_known_answers(
-            adaptation.draw_old_answers([*rows, *adapted], tokenizer), [*used_answers, *heldout]
-        )
+        drawn = adaptation.draw_old_answers([*rows, *adapted], tokenizer)
+        unused = adaptation.drop_known_answers(drawn, [*used_answers, *heldout])
     except ValueError as error:
         raise ValueError(f"old={','.join(sources)}: {error} Give old=FILE, or old= for no old rows.") from None
     return adaptation.drop_known_answers(heldout, used_answers), adaptation.limit_tokens(unused, max_tokens)
 
 
 def score_kinds(options: AdaptOptions, plan: AdaptationPlan, head: Head, name: str) -> dict[str, list[PromptCounts]]:
-    """What tau of each held-out answer is made of. name: of the head"""
-    return {
-        kind: judging.score_answers(
-            head, plan.heldout[kind], length=options.length, label=f"judging {name}, {kind} answers"
-        )
-        for kind in KINDS
-    }
+    """The rounds and emitted tokens of each held-out answer, by kind. name: name of the head for the progress bar"""
+    counts = {}
+    for kind in KINDS:
+        label = f"judging {name}, {kind} answers"
+        counts[kind] = judging.score_answers(head, plan.heldout[kind], length=options.length, label=label)
+    return counts
 
 
 def score_head_in_use(options: AdaptOptions, home: AdaptationFolder, plan: AdaptationPlan) -> dict:
-    """Judges the head in use, and foresees what training wins; kept for the comparison and for a launch that goes on."""
+    """Measures the head in use, and predicts the gain of training. The document is kept for later launches."""
     loaded = loading.load_head(str(home.path / plan.start), options.target)
     home.pin_target(loaded.target)
     assert isinstance(loaded.drafter, Drafter)
     counts = score_kinds(options, plan, loaded.drafter, "the head in use")
     new, old = (judging.compare_groups(plan.heldout[kind], counts[kind]) for kind in KINDS)
-    counts_by_kind = {kind: [[count.num_rounds, count.num_emitted] for count in counts[kind]] for kind in KINDS}
     document = {
-        "counts": counts_by_kind,
-        "foreseen": judging.predict_gain(new, old, plan.heldout["new"], plan.training[: plan.num_new]),
-        "depth": min(
-            judging.CHAIN_DEPTH, loaded.drafter.depth or judging.CHAIN_DEPTH
-        ),  # of the chain that chooses a step
+        "counts": {kind: list(map(astuple, counts[kind])) for kind in KINDS},
+        "foreseen": judging.predict_gain(new, old, plan.heldout["new"], plan.new_training),
+        "depth": min(judging.CHAIN_DEPTH, loaded.drafter.depth or judging.CHAIN_DEPTH),  # chain that chooses a step
     }
     home.write_measured(document)
     return document
 
 
+def read_counts(measured: dict) -> dict[str, list[PromptCounts]]:
+    """The counts of a document of `score_head_in_use`, by kind."""
+    return {kind: list(itertools.starmap(PromptCounts, measured["counts"][kind])) for kind in KINDS}
+
+
 def show_groups(
     console: progress.Results,
     plan: AdaptationPlan,
-    counts_before: dict,
+    counts_before: dict[str, list[PromptCounts]],
     counts_after: dict[str, list[PromptCounts]] | None = None,
 ) -> dict[str, judging.Groups]:
-    """Prints tau by group. before: counts as `judge_before` keeps them. -> the groups"""
+    """Prints tau by group, and returns the groups by kind."""
     groups_by_kind = {
         kind: judging.compare_groups(
-            plan.heldout[kind],
-            [PromptCounts(*pair) for pair in counts_before[kind]],
-            None if counts_after is None else counts_after[kind],
+            plan.heldout[kind], counts_before[kind], counts_after[kind] if counts_after else None
         )
         for kind in KINDS
     }
@@ -346,18 +393,16 @@ def decide_on_trained_head(
     trained: Path,
     console: progress.Results,
 ) -> None:
-    """Judges the trained head, and takes it into use or not. before: of `judge_before`"""
+    """Measures the trained head, and takes it into use or not. measured: document of `score_head_in_use`"""
     opened = loading.load_target(options.target, default=loading.find_target_name(home.path / plan.start))
     home.pin_target(opened.target)
     step = int(trained.name.removeprefix("step_"))
-    counts = {kind: [PromptCounts(*pair) for pair in measured["counts"][kind]] for kind in KINDS}
-    if step > 0:  # else it is the head in use
+    counts = counts_before = read_counts(measured)
+    if step > 0:  # step 0 is the head in use
         counts = score_kinds(options, plan, checkpoint.load(trained, opened.target), "the new head")
-    groups_by_kind = show_groups(console, plan, measured["counts"], counts)
-    new, old = groups_by_kind["new"][judging.ALL_ANSWERS], groups_by_kind["old"].get(judging.ALL_ANSWERS)
+    groups = show_groups(console, plan, counts_before, counts)
+    new, old = groups["new"][judging.ALL_ANSWERS], groups["old"].get(judging.ALL_ANSWERS)
     accepted, reasons = judging.decide_acceptance(new, old, tolerance=options.tolerance)
-    answers_by_field = {"new_tokens": plan.training[: plan.num_new], "old_tokens": plan.training[plan.num_new :]}
-    tokens = {name: adaptation.count_tokens(answers) for name, answers in answers_by_field.items()}
     if step == 0:
         reasons.append("No step of the training drafted better than its start on the answers that choose the step.")
     document = {
@@ -367,11 +412,14 @@ def decide_on_trained_head(
         "start": plan.start,
         "in_use": f"heads/{plan.number}" if accepted else plan.start,
         "slices": {"new": asdict(new), "old": old and asdict(old)},
-        "groups": {
-            kind: {name: asdict(each) for name, each in groups.items()} for kind, groups in groups_by_kind.items()
-        },
+        "groups": {kind: judging.list_changes(groups[kind]) for kind in KINDS},
         "foreseen": measured["foreseen"],
-        "training": tokens | {"step": step, "steps": size_training(options, plan)[1]},
+        "training": {
+            "new_tokens": adaptation.count_tokens(plan.new_training),
+            "old_tokens": adaptation.count_tokens(plan.training[plan.num_new :]),
+            "step": step,
+            "steps": size_training(options, plan)[1],
+        },
         "source": home.source_record,
         **plan.facts,
     }
@@ -381,25 +429,19 @@ def decide_on_trained_head(
 
 
 def export_accepted_head(options: AdaptOptions, home: AdaptationFolder) -> None:
-    """Writes the card of an accepted head, and the head in the layout that the given one came in, unless that was done."""
+    """Writes the card of an accepted head, and the head in the layout of the given one, unless that was done."""
     head, path = home.current, home.current / "adaptation.json"
-    record = checkpoint.read_json(path) if path.exists() else {}
-    if "groups" not in record:  # the given head, or one of an earlier version
+    if not path.exists():  # the given head
         return
-    document, card = checkpoint.read_json(head / "drafter.json"), judging.make_card(record)
+    document, card = checkpoint.read_json(head / "drafter.json"), judging.make_card(checkpoint.read_json(path))
     files.write_text(head / "README.md", card)
-    if document.get("published") is None:  # it came as a checkpoint of ours
+    if document.get("published") is None:  # the given head was a checkpoint of this project
         return
     out, is_native_mtp = home.path / "export" / head.name, str(document["_target_"]).endswith(".NativeMTP")
     if not out.exists():
-        gc.collect()  # the target that judged
-        values = {
-            "checkpoint": head,
-            "out": out,
-            "format": "stitched" if is_native_mtp else "published",
-        } | list_target_options(options, home)
-        arguments = [f"{key}={value}" for key, value in values.items()]
-        export_checkpoint(read_command("export", ExportOptions, None, arguments))
+        gc.collect()  # frees the target that judged
+        values = {"checkpoint": head, "out": out, "format": "stitched" if is_native_mtp else "published"}
+        export_checkpoint(read_values("export", ExportOptions, values | list_target_options(options, home)))
     card_file = out / (STITCHED_CARD if is_native_mtp else "README.md")
     text = card_file.read_text()
     if judging.HEADING not in text:
@@ -408,7 +450,7 @@ def export_accepted_head(options: AdaptOptions, home: AdaptationFolder) -> None:
 
 
 def list_target_options(options: AdaptOptions, home: AdaptationFolder) -> dict[str, Any]:
-    """The options of the target that another command takes."""
+    """The options of the target as another command takes them."""
     name = loading.find_target_name(home.first_head, options.target.name)
     target = options.target.model_dump() | {"name": Path(name) if Path(name).exists() else name}
     return {f"target.{key}": value for key, value in target.items() if value is not None}
@@ -423,7 +465,7 @@ def read_run_settings(path: Path) -> dict:
 
 
 def find_head_option(head: Path) -> str:
-    """The first file of conf/head for a checkpoint's class."""
+    """The first file of conf/head for a checkpoint's class. Raises ValueError where none trains it."""
     kind = checkpoint.read_json(head / "drafter.json")["_target_"]
     for name, path in config_files.list_files("head").items():
         if yaml.safe_load(path.read_text())["drafter"]["_target_"] == kind:
@@ -432,7 +474,11 @@ def find_head_option(head: Path) -> str:
 
 
 def find_old_sources(old_option: str | None, head: Path, target: str) -> list[str]:
-    """Files of the rows that the head was trained on. listed: comma list; None: those of its config.yaml, or the shipped ones"""
+    """Files of the rows that the head was trained on.
+
+    old_option: comma list; None: the files in the head's config.yaml, or the shipped answers
+    Raises ValueError where they are not known.
+    """
     if old_option is not None:
         return split_list(old_option)
     recorded = read_run_settings(head / "config.yaml").get("data", {}).get("train")
@@ -447,23 +493,25 @@ def find_old_sources(old_option: str | None, head: Path, target: str) -> list[st
 
 
 def size_training(options: AdaptOptions, plan: AdaptationPlan) -> tuple[int, int]:
-    """-> tokens of a pack, and steps that read all rows `epochs` times.
+    """The tokens of a pack, and the steps that read all rows `epochs` times.
 
-    A pack holds the longest row, in a multiple of ROUND: at least the usual tokens, and at most `length` if that is more.
+    A pack holds the longest row in a multiple of PACK_MULTIPLE: at least SHORTEST_PACK tokens, and at most `length` if
+    that is more.
     """
     lengths = [len(answer.prompt) + len(answer.answer) for answer in plan.training]
     length = max(SHORTEST_PACK, min(options.length, PACK_MULTIPLE * math.ceil(max(lengths) / PACK_MULTIPLE)))
-    packs = sum(min(each, length) for each in lengths) / length
+    packs = sum(min(tokens, length) for tokens in lengths) / length
     packs_per_step = int(options.training.get("train.batch", 1)) * int(options.training.get("train.accumulation", 1))
     return length, max(1, math.ceil(options.epochs * packs / packs_per_step))
 
 
 def train_head(options: AdaptOptions, home: AdaptationFolder, plan: AdaptationPlan, depth: int) -> Path:
-    """Trains as the plan says. -> the folder of the best step, the start's or a later one. depth: of the chain that chooses it
+    """Trains by the plan. Returns the folder of the best step, which may be the start's.
 
-    Raises KeyboardInterrupt if it was interrupted.
+    depth: drafts of the chain that chooses the step
+    Raises KeyboardInterrupt if it was interrupted, ValueError if it failed.
     """
-    gc.collect()  # the target that judged
+    gc.collect()  # frees the target that judged
     status = run_train(make_arguments(options, home, plan, depth))
     folder = home.training / "run"
     if not (folder / "finished").exists():
@@ -476,7 +524,7 @@ def train_head(options: AdaptOptions, home: AdaptationFolder, plan: AdaptationPl
 
 
 def make_arguments(options: AdaptOptions, home: AdaptationFolder, plan: AdaptationPlan, depth: int) -> list[str]:
-    """Arguments of train.py. The user's `training.` options have the last word."""
+    """The arguments of train.py. The user's `training.` options override all others."""
     length, steps = size_training(options, plan)
     folder = home.training.resolve()  # out= may be relative in one launch and absolute in the next
     settings, head = read_run_settings(home.first_head / "config.yaml"), find_head_option(home.first_head)
@@ -498,7 +546,7 @@ def make_arguments(options: AdaptOptions, home: AdaptationFolder, plan: Adaptati
         "features.folder": folder / "features",
         "data.cache": folder / "data-cache",
         "data.length": length,
-        "optimizer.name": "adamw",  # with which LOWER was measured (results/36-accepted-adaptations.md)
+        "optimizer.name": "adamw",  # LR_SHARE was measured with it
         "optimizer.weight_decay": 0.0,
         "optimizer.schedule": "cosine",
         "optimizer.final": 0.05,
@@ -513,7 +561,7 @@ def make_arguments(options: AdaptOptions, home: AdaptationFolder, plan: Adaptati
         "train.log_every": max(1, min(20, steps // 10)),
         "validation.answers": folder / "validation.jsonl",
         "validation.num_prompts": NUM_VALIDATION_ANSWERS,
-        "validation.max_new_tokens": 8,  # of the two prompts that are decoded at the end
+        "validation.max_new_tokens": 8,  # two prompts are decoded at the end
         "validation.decode": "end",
         "validation.auto": "never",
         "decode.depth": depth,
@@ -530,7 +578,7 @@ def format_value(value: Any) -> str:
 
 
 def run_train(arguments: list[str]) -> int:
-    """Runs train.py, and shows its steps: what else it says is of a run that ends with this command. -> its exit status
+    """Runs train.py, and shows the lines of its steps. Returns its exit status.
 
     Ctrl-C and SIGTERM are passed on to it, so that it saves its state after its step.
     """

@@ -1,10 +1,10 @@
-"""Rows to adapt a head to: recorded answers, those written for the purpose, and old ones; and how they are split."""
+"""Rows to adapt a head to: recorded answers, answers to prompts, and old ones; and the split of them."""
 
 import collections
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -27,7 +27,8 @@ class TooFewAnswers(ValueError):
 class RecordedAnswer(replay.AnsweredPrompt):
     """One answer of the target.
 
-    time: when it was written, in seconds; arguments: of the chat template of its prompt; target_fingerprint: of the weights that wrote it; None: not known
+    time: seconds since 1970; arguments: variables of the chat template
+    target_fingerprint: fingerprint of the weights that wrote it; None where it is not known
     """
 
     id: str
@@ -38,14 +39,17 @@ class RecordedAnswer(replay.AnsweredPrompt):
     arguments: dict = field(default_factory=dict)
 
     def to_row(self, tokenizer: str) -> dict:
-        """As train.py reads it. tokenizer: `datastore.fingerprint`"""
+        """The row as train.py reads it. tokenizer: fingerprint as of token_text.digest_vocabulary"""
         row = {**asdict(self), "tokens": self.prompt + self.answer, "prompt_tokens": len(self.prompt)}
         del row["prompt"], row["answer"], row["arguments"]
         return {**row, **write_arguments(self.arguments), "tokenizer": tokenizer}
 
     @classmethod
     def from_row(cls, row: dict, *, default_id: str = "") -> "RecordedAnswer":
-        """Of a row with token ids. place: its id, if it has none. Raises KeyError, TypeError, ValueError for another."""
+        """The answer of a row with token ids. default_id: id of a row without one
+
+        Raises KeyError, TypeError, ValueError for another row.
+        """
         tokens, num = row["tokens"], row["prompt_tokens"]
         if not all(type(token) is int and token >= 0 for token in tokens) or type(num) is not int or num < 1:
             raise ValueError("not a list of token ids")
@@ -62,15 +66,20 @@ class RecordedAnswer(replay.AnsweredPrompt):
             target_fingerprint=None if row.get("target_fingerprint") is None else str(row["target_fingerprint"]),
         )
 
+    def cut(self, length: int) -> "RecordedAnswer":
+        """The answer with at most `length` tokens of it and its prompt."""
+        return replace(self, answer=self.answer[: length - len(self.prompt)])
+
 
 Answers = list[RecordedAnswer]
 
 
 @dataclass(frozen=True)
 class TrafficSource:
-    """Whose answers are wanted. tokenizer: `datastore.fingerprint`; target: its name
+    """The target whose answers are wanted.
 
-    read: gives the target's fingerprint from its files, for rows of another version
+    tokenizer: fingerprint as of token_text.digest_vocabulary; target: name
+    read_fingerprint: reads the fingerprint from the target's files, for rows with another form of it
     """
 
     tokenizer: str
@@ -79,7 +88,10 @@ class TrafficSource:
     read_fingerprint: Callable[[], Fingerprint] | None = None
 
     def accepts_writer(self, row: dict) -> bool:
-        """By fingerprints, or by names where one is unknown, or of a file of llama.cpp. A row may leave out its target."""
+        """Whether the target wrote a row: by fingerprints, or by names where one is unknown or of a file of llama.cpp.
+
+        A row may leave out its target.
+        """
         stored, expected = row.get("target_fingerprint"), self.target_fingerprint
         if stored is not None and expected is not None and "-gguf-" not in f"{stored} {expected}":
             same_form = str(stored).startswith(VERSION) == expected.startswith(VERSION)
@@ -93,7 +105,7 @@ class TrafficSource:
         return row.get("target") is None or Path(str(row["target"])).name == Path(self.target).name
 
     def parse_row(self, row: dict | None, *, location: str) -> RecordedAnswer | str:
-        """The answer in a row of traffic, or why it is left out."""
+        """The answer in a row of traffic, or the reason for which it is left out. location: name of a row without id"""
         if row is None:
             return "damaged"
         if any(row.get(key) is None for key in ("tokens", "prompt_tokens", "time")):
@@ -108,50 +120,51 @@ class TrafficSource:
 
 
 def read_traffic(folder: Path, source: TrafficSource) -> tuple[Answers, str]:
-    """-> the answers in a folder of traffic, in the order of their times; how many rows were left out, and why, in words.
+    """The answers in a folder of traffic by time, and in words the rows that were left out.
 
-    A last line without its end is being written, and is not looked at.
-    Raises ValueError if there is no such folder, TooFew if it has no row that can be used.
+    A last line without its end is still being written, and is not read.
+    Raises ValueError if there is no such folder, TooFewAnswers if it has no row that can be used.
     """
     if not folder.is_dir():
         raise ValueError(f"traffic={folder} is not a folder: give the one that recorded answers are written to.")
     paths = sorted(path for path in folder.iterdir() if path.name.endswith(".jsonl"))
-    parsed = [source.parse_row(row, location=place) for place, row in record.read_lines(paths)]
-    left_out = collections.Counter(each for each in parsed if isinstance(each, str))
-    reasons = " and ".join(f"{num} {reason}" for reason, num in left_out.items())
-    answers = [answer for answer in parsed if isinstance(answer, RecordedAnswer)]
+    parsed = [source.parse_row(row, location=location) for location, row in record.read_lines(paths)]
+    answers, reasons = split_parsed(parsed)
     if not answers:
         raise TooFewAnswers(
-            f"traffic={folder} has no row of {source.target} that can be used: {reasons or 'there are none'}. Rows need token ids "
-            "of this target (tokens, prompt_tokens, tokenizer, target) and a time."
+            f"traffic={folder} has no row of {source.target} that can be used: {reasons or 'there are none'}. Rows "
+            "need token ids of this target (tokens, prompt_tokens, tokenizer, target) and a time."
         )
     return sorted(answers, key=lambda answer: answer.time), reasons
 
 
 def read_written(path: Path, source: TrafficSource, ends: Iterable[float]) -> tuple[Answers, str]:
-    """-> the answers to a file of prompts, as scripts/answer.py writes them; how many are left out, and why, in words
+    """The answers to a file of prompts, as scripts/answer.py writes them, and in words the rows that were left out.
 
-    Their `time` says which adaptation came first.
+    Their `time` is the number of rows with which their adaptation ended: answers of one adaptation are equally new.
 
-    ends: numbers of rows that earlier adaptations ended with; answers of one adaptation are equally new
+    ends: numbers of rows with which earlier adaptations ended
     """
     lines = list(record.read_lines([path]))
     ends = sorted({*ends, float(len(lines))})
-    answers: Answers = []
-    left_out: collections.Counter[str] = collections.Counter()
+    parsed = []
     for number, (location, row) in enumerate(lines, start=1):
-        time = next(end for end in ends if number <= end)
-        name = str((row or {}).get("id")).rpartition("@")[0]
-        answer = source.parse_row(row and {**row, "time": time, "conversation": name}, location=location)
-        if isinstance(answer, RecordedAnswer):
-            answers.append(answer)
-        else:
-            left_out[answer] += 1
-    return answers, " and ".join(f"{num} {reason}" for reason, num in left_out.items())
+        if row:
+            name = str(row.get("id")).rpartition("@")[0]
+            row = {**row, "time": next(end for end in ends if number <= end), "conversation": name}
+        parsed.append(source.parse_row(row, location=location))
+    return split_parsed(parsed)
+
+
+def split_parsed(parsed: list[RecordedAnswer | str]) -> tuple[Answers, str]:
+    """The answers among parsed rows, and in words the reasons for which the others are left out."""
+    left_out = collections.Counter(reason for reason in parsed if isinstance(reason, str))
+    reasons = " and ".join(f"{num} {reason}" for reason, num in left_out.items())
+    return [answer for answer in parsed if isinstance(answer, RecordedAnswer)], reasons
 
 
 def read_answers(path: Path) -> Answers:
-    """A file that `to_lines` has written. Raises ValueError if it is damaged."""
+    """Reads a file that `to_lines` has written. Raises ValueError if it is damaged."""
     try:
         return [RecordedAnswer.from_row(json.loads(line)) for line in path.read_bytes().splitlines()]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -159,21 +172,23 @@ def read_answers(path: Path) -> Answers:
 
 
 def to_lines(answers: Iterable[RecordedAnswer], tokenizer: str) -> str:
-    """The content of a file of rows."""
+    """The content of a file of rows. tokenizer: fingerprint as of token_text.digest_vocabulary"""
     return "".join(json.dumps(answer.to_row(tokenizer), ensure_ascii=False) + "\n" for answer in answers)
 
 
 def count_tokens(answers: Iterable[RecordedAnswer]) -> int:
-    """Of the answers, without their prompts."""
+    """The tokens of the answers, without their prompts."""
     return sum(len(answer.answer) for answer in answers)
 
 
 def split_newest(answers: Answers, share: float) -> tuple[Answers, Answers]:
-    """-> answers to train on, and those of the newest conversations. A conversation is as new as its newest answer; those
-    that are equally new are drawn.
+    """Answers to train on, and those of the newest conversations, which are held out.
 
-    share: of the conversations that are held out. Training loses the answers to prompts that are held out too.
-    Raises TooFew if nothing is left to train on.
+    A conversation is as new as its newest answer; equally new ones are drawn. Answers to prompts that are held out are
+    not trained on.
+
+    share: share of the conversations that are held out
+    Raises TooFewAnswers if nothing is left to train on.
     """
     newest: dict[str, float] = {}
     for answer in answers:
@@ -184,14 +199,15 @@ def split_newest(answers: Answers, share: float) -> tuple[Answers, Answers]:
     training = drop_known_answers(answers, heldout)
     if not training:
         raise TooFewAnswers(
-            f"{len(order)} conversations, of which {len(heldout_names)} are held out, leave nothing to train on: record more, "
+            f"{len(order)} conversations, of which {len(heldout_names)} are held out, leave nothing to train on: "
+            "record more, "
             "lower heldout_share=, or look whether all of them have the same prompt."
         )
     return training, heldout
 
 
 def drop_known_answers(answers: Iterable[RecordedAnswer], known_answers: Iterable[RecordedAnswer]) -> Answers:
-    """The answers whose prompt and whose conversation is none of the known ones."""
+    """The answers whose prompt and conversation differ from all known ones."""
     known_answers = list(known_answers)
     prompts, conversations = (
         {tuple(known_answer.prompt) for known_answer in known_answers},
@@ -203,7 +219,7 @@ def drop_known_answers(answers: Iterable[RecordedAnswer], known_answers: Iterabl
 
 
 def limit_tokens(answers: Iterable[RecordedAnswer], max_tokens: int) -> Answers:
-    """The first answers, up to the one that exceeds so many tokens."""
+    """The first answers, as long as they have at most `max_tokens` tokens together."""
     limited: Answers = []
     total = 0
     for answer in answers:
@@ -215,21 +231,21 @@ def limit_tokens(answers: Iterable[RecordedAnswer], max_tokens: int) -> Answers:
 
 
 def draw_old_answers(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase) -> Iterator[RecordedAnswer]:
-    """Answers that the head was trained on before, in an order that follows from their ids alone.
+    """Yields the answers of rows in an order that follows from their ids alone. Rows are encoded one after the other.
 
-    rows: as of `reading.load_conversations`; each is encoded when it is needed
+    rows: rows as of `reading.load_conversations`
     """
     order = sorted(rows, key=lambda row: _hash_name(row["id"]))
-    return (answer for row in order if (answer := encode_answer(tokenizer, row)) is not None)
+    return filter(None, (encode_answer(tokenizer, row) for row in order))
 
 
 def _hash_name(name: str) -> bytes:
-    """The place of a name in an order that is random, and always the same."""
+    """The key of a name in an order that is random, and always the same."""
     return hashlib.sha256(f"0 {name}".encode()).digest()
 
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, row: dict) -> RecordedAnswer | None:
-    """The last answer of a row of `reading.load_conversations`; None if it has fewer than two tokens.
+    """The last answer of a row of `reading.load_conversations`; None for one of fewer than two tokens.
 
     Answers to one prompt, which scripts/answer.py calls PROMPT@TEMPERATURE, are one conversation.
     """

@@ -13,7 +13,6 @@ lock                    while a process adapts here
 rows and training hold texts of users: these folders are made for their owner alone (mode 700).
 """
 
-import hashlib
 import json
 import re
 import shutil
@@ -27,19 +26,19 @@ from specdec.measuring import trained_prompts
 from specdec.target.model import Target
 from specdec.tools.adapt.answers import Answers, read_answers, to_lines
 
-KINDS = ("new", "old")  # held-out answers that the gate looks at
+KINDS = ("new", "old")  # kinds of held-out answers that decide on a head
 OWN_FILES = ("drafter.json", "drafter.safetensors")
 SOURCE = "source.json"
-SLICES = (*KINDS, "validation")  # the last ones choose the step that the gate judges
+SLICES = (*KINDS, "validation")  # the last ones choose the step of the training
 
 
 @dataclass(frozen=True)
 class AdaptationPlan:
-    """One adaptation from its rows on. Everything that follows is the same after an interruption.
+    """One adaptation from its rows on. All later work follows from it, also after an interruption.
 
-    number: of the new head; start: the head that is trained further, such as heads/0001
-    training: answers to train on, num_new new ones and then old ones; heldout: answers of all SLICES
-    about: further facts, as JSON
+    number: number of the new head; start: head that is trained further, such as heads/0001
+    training: answers to train on, `num_new` new ones and then old ones; heldout: answers of all SLICES
+    facts: further facts, as JSON
     """
 
     number: str
@@ -48,6 +47,11 @@ class AdaptationPlan:
     num_new: int
     heldout: dict[str, Answers]
     facts: dict
+
+    @property
+    def new_training(self) -> Answers:
+        """The new answers to train on."""
+        return self.training[: self.num_new]
 
 
 class AdaptationFolder:
@@ -62,9 +66,10 @@ class AdaptationFolder:
         return checkpoint.resolve(self.path)
 
     def install_given_head(self, option: str, load_target: Callable[[], Target]) -> None:
-        """Copies the head into a new folder, and records what it was. A head in another layout becomes a checkpoint of ours.
+        """Copies the head of checkpoint= into a new folder, and records its origin.
 
-        Raises ValueError if the folder is of another head, also if `given` has changed since, or if `given` is none.
+        A head in a published layout becomes a checkpoint of this project. load_target: called for such a head
+        Raises ValueError for a folder of another head, a head that has changed since, and for one that does not exist.
         """
         source = checkpoint.resolve(option)
         is_checkpoint = (source / "drafter.json").exists()
@@ -74,23 +79,27 @@ class AdaptationFolder:
             if not source.absolute().is_relative_to(self.path.absolute()):
                 self._check_source(option, source)
             return
-        expected_names = {"heads", "lock", "answers", SOURCE}
-        if self.path.exists() and {path.name for path in self.path.iterdir()} - expected_names:
-            raise ValueError(f"out={self.path} exists and holds no adaptation: choose a new folder, or delete it.")
+        self._check_new()
         source_record: dict = {"checkpoint": option, "source": hub.pin_commit(source)}
         if is_checkpoint:
             source_record["sha256"] = digest_files(source, OWN_FILES)
             self._install_head("0001", source)
+            configs = [path for path in (source / "config.yaml", source.parent / "config.yaml") if path.exists()]
+            if configs:
+                files.write_text(self.first_head / "config.yaml", configs[0].read_text())
         else:
             target = load_target()
             drafter, spec = checkpoint.load_for_training(source, target, {})
             source_record |= {"sha256": spec["published"]["sha256"], **_describe_target(target)}
             checkpoint.save(self.first_head, drafter, spec)
-        config = next((path for path in (source / "config.yaml", source.parent / "config.yaml") if path.exists()), None)
-        if is_checkpoint and config:
-            files.write_text(self.first_head / "config.yaml", config.read_text())
         self._write_source(source_record)
         self._set_current("0001")
+
+    def _check_new(self) -> None:
+        """Raises ValueError if the folder has other files than those of an adaptation that has just begun."""
+        begun = {"heads", "lock", "answers", SOURCE}
+        if self.path.exists() and {path.name for path in self.path.iterdir()} - begun:
+            raise ValueError(f"out={self.path} exists and holds no adaptation: choose a new folder, or delete it.")
 
     def _check_source(self, option: str, source: Path) -> None:
         """Raises ValueError if the given head is not the one that was adapted here."""
@@ -98,57 +107,57 @@ class AdaptationFolder:
         if digest_files(source, source_record["sha256"]) != source_record["sha256"]:
             raise ValueError(
                 f"out={self.path} holds adaptations of another head than checkpoint={option} is now: it was begun with "
-                f"{source_record['source']}, whose files differ. Give that revision or copy, choose another out=, or delete {self.path}."
+                f"{source_record['source']}, whose files differ. Give that revision or copy, choose another out=, or "
+                f"delete {self.path}."
             )
 
     @property
     def source_record(self) -> dict:
-        """What is adapted here: checkpoint as it was given, source, sha256 by file, and once it was loaded the target."""
-        earlier = {"source": "another head", "sha256": digest_files(self.first_head, OWN_FILES[1:])}
-        path = self.path / SOURCE
-        return checkpoint.read_json(path) if path.exists() else earlier
+        """The head that is adapted here: checkpoint=, source, sha256 by file, and once it was loaded the target."""
+        return checkpoint.read_json(self.path / SOURCE)
 
     def _write_source(self, source_record: dict) -> None:
         files.write_text(self.path / SOURCE, json.dumps(source_record, indent=1) + "\n")
 
     def pin_target(self, target: Target) -> None:
-        """Raises ValueError if the weights are not those with which the adaptations here began."""
+        """Records the target. Raises ValueError if its weights are not those with which the adaptations here began."""
         source_record, target_record = self.source_record, _describe_target(target)
         recorded_fingerprint = source_record.get("target_fingerprint", target_record["target_fingerprint"])
         if not target.matches(recorded_fingerprint):
             raise ValueError(
-                f"{target.name} is another target (fingerprint {target_record['target_fingerprint']}) than the one with which {self.path} "
-                f"was begun ({source_record['target']}, {recorded_fingerprint}): put that one back, or choose another out=."
+                f"{target.name} is another target (fingerprint {target_record['target_fingerprint']}) "
+                "than the one with "
+                f"which {self.path} was begun ({source_record['target']}, {recorded_fingerprint}): "
+                "put that one back, or "
+                "choose another out=."
             )
         self._write_source(source_record | target_record)
 
     def make_private(self, name: str) -> Path:
-        """A folder for its owner alone."""
-        _make_private(self.path / name)
-        return self.path / name
+        """Makes a folder inside for its owner alone, as recorded traffic is. Returns it."""
+        folder = self.path / name
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder
 
     def read_history(self) -> list[dict]:
-        """All adaptations so far, the oldest first."""
+        """The records of all adaptations so far, the oldest first."""
         return [checkpoint.read_json(path) for path in sorted((self.path / "adaptations").glob("*.json"))]
 
     def read_earlier_answers(self, name: str) -> Answers:
-        """Answers of earlier, accepted adaptations. name: trained or heldout"""
+        """The answers of earlier, accepted adaptations. name: trained or heldout"""
         paths = sorted((self.path / "rows").glob(f"*/{name}.jsonl"))
         return [answer for path in paths for answer in read_answers(path)]
 
     def next_number(self) -> str:
-        """Of the next head: adaptations are numbered on, whatever was decided."""
+        """The number of the next head. Refused adaptations count, too."""
         names = [path.stem for folder in ("heads", "adaptations") for path in (self.path / folder).glob("*")]
-        numbers = [
-            int(name) for name in names if re.fullmatch(r"\d+", name)
-        ]  # not 0002.json.partial, which a kill left
+        numbers = [int(name) for name in names if re.fullmatch(r"\d+", name)]  # a kill may leave 0002.json.partial
         return f"{max(numbers, default=0) + 1:04d}"
 
     def save_plan(self, plan: AdaptationPlan, tokenizer: str) -> None:
-        """Once this is written, the adaptation goes on from it."""
-        partial = self.path / "training.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        _make_private(partial)
+        """Writes the plan as a whole. Later launches of the command go on from it."""
+        shutil.rmtree(self.path / "training.partial", ignore_errors=True)
+        partial = self.make_private("training.partial")
         for name, answers in {"train": plan.training, **plan.heldout}.items():
             (partial / f"{name}.jsonl").write_text(to_lines(answers, tokenizer))
         document = {"number": plan.number, "start": plan.start, "num_new": plan.num_new, "about": plan.facts}
@@ -158,7 +167,7 @@ class AdaptationFolder:
         partial.rename(self.training)
 
     def read_plan(self) -> AdaptationPlan | None:
-        """What was under way; None if nothing was."""
+        """The plan of an adaptation that is under way; None if there is none."""
         if not self.training.exists():
             return None
         document = checkpoint.read_json(self.training / "plan.json", advice="An adaptation that has begun has it")
@@ -172,26 +181,25 @@ class AdaptationFolder:
         )
 
     def record_decision(self, plan: AdaptationPlan, trained: Path, document: dict, tokenizer: str) -> None:
-        """Records what was decided, takes an accepted head into use, and removes what was under way.
+        """Records the decision, takes an accepted head into use, and removes the files of the training.
 
-        document: what was measured and decided; tokenizer: `datastore.fingerprint`
+        document: figures and decision; tokenizer: fingerprint as of token_text.digest_vocabulary
         """
         (self.path / "adaptations").mkdir(exist_ok=True)
         text = json.dumps(document, indent=1) + "\n"
         files.write_text(self.path / "adaptations" / f"{plan.number}.json", text)
         if document["decision"] == "accepted":
-            rows = self.path / "rows" / plan.number
-            _make_private(rows.parent)
-            _make_private(rows)
-            files.write_text(rows / "trained.jsonl", to_lines(plan.training[: plan.num_new], tokenizer))
+            self.make_private("rows")
+            rows = self.make_private(f"rows/{plan.number}")
+            files.write_text(rows / "trained.jsonl", to_lines(plan.new_training, tokenizer))
             files.write_text(rows / "heldout.jsonl", to_lines(plan.heldout["new"], tokenizer))
             self._install_head(plan.number, trained)
             files.write_text(self.path / "heads" / plan.number / "adaptation.json", text)
-            self._set_current(plan.number)  # from here on, everyone gets it
+            self._set_current(plan.number)  # from here on, all readers get it
         files.remove_folder(self.training)
 
     def read_measured(self) -> dict | None:
-        """What was measured of the head in use, for the adaptation that is under way; None if that was not done yet."""
+        """The measurement of the head in use for the adaptation that is under way; None if there is none yet."""
         path = self.training / "before.json"
         return checkpoint.read_json(path) if path.exists() else None
 
@@ -201,8 +209,9 @@ class AdaptationFolder:
     def _install_head(self, number: str, source: Path) -> None:
         tensors = {"drafter.safetensors": checkpoint.read_tensors(source / "drafter.safetensors")}
         documents = {"drafter.json": checkpoint.read_json(source / "drafter.json")}
-        if (known := trained_prompts.find_file(source)) is not None:
-            tensors[trained_prompts.FILE] = checkpoint.read_tensors(known)
+        prompts = trained_prompts.find_file(source)
+        if prompts is not None:
+            tensors[trained_prompts.FILE] = checkpoint.read_tensors(prompts)
         files.write_folder(self.path / "heads" / number, tensors=tensors, documents=documents)
 
     def _set_current(self, number: str) -> None:
@@ -210,20 +219,10 @@ class AdaptationFolder:
 
 
 def digest_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 by name; empty for a file that is not there."""
-    digests = dict.fromkeys(names, "")
-    for name in digests:
-        if (folder / name).is_file():
-            with (folder / name).open("rb") as file:
-                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return digests
+    """The SHA-256 of files by name; empty for a file that does not exist."""
+    paths = {name: folder / name for name in names}
+    return {name: files.hash_file(path) if path.is_file() else "" for name, path in paths.items()}
 
 
 def _describe_target(target: Target) -> dict:
     return {"target": target.name, "target_fingerprint": target.fingerprint()}
-
-
-def _make_private(folder: Path) -> None:
-    """For its owner alone, as recorded traffic is."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.chmod(0o700)  # it may be of an earlier version

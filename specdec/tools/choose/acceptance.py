@@ -1,4 +1,4 @@
-"""What drafters in their shapes accept: chains by one replay of each head, everything else by decoding."""
+"""The acceptance of drafters in their shapes: chains by one replay of each head, everything else by decoding."""
 
 from specdec.options.command_line import split_list
 
@@ -30,7 +30,7 @@ from specdec.tools.judge.verdict import draft_as_engine
 
 
 def list_shapes(task: ChoiceTask) -> list[DrafterShape]:
-    """Every head's chains and trees, no deeper than its steps, and every proposer. Raises ValueError where there is nothing."""
+    """Every head's chains and trees, no deeper than its steps, and every proposer. Raises ValueError without any."""
     shapes = [shape for run in task.runs for shape in list_head_shapes(task, run)]
     shapes += list_proposer_shapes(task)
     if not shapes:
@@ -39,6 +39,7 @@ def list_shapes(task: ChoiceTask) -> list[DrafterShape]:
 
 
 def list_head_shapes(task: ChoiceTask, run: ComparedHead) -> Iterator[DrafterShape]:
+    """The chains and trees of a head. Raises ValueError for a tree that is deeper than the head's steps."""
     options, depth = task.options, run.drafter.depth
     longest = min(depth or MAX_DRAFTS, MAX_DRAFTS)
     chains = ",".join(map(str, range(1, longest + 1)))
@@ -54,6 +55,7 @@ def list_head_shapes(task: ChoiceTask, run: ComparedHead) -> Iterator[DrafterSha
 
 
 def list_proposer_shapes(task: ChoiceTask) -> Iterator[DrafterShape]:
+    """The proposers of proposers=. Raises ValueError for auto and head, and for settings that a proposer refuses."""
     options, drafting = task.options, task.options.decode.make_drafting()
     if {proposers.AUTO, proposers.HEAD} & set(split_list(options.proposers)):
         raise ValueError(
@@ -71,7 +73,10 @@ def list_proposer_shapes(task: ChoiceTask) -> Iterator[DrafterShape]:
 
 
 def read_texts(task: ChoiceTask) -> tuple[list[Prompt], list[AnsweredPrompt]]:
-    """The prompts with the target's own answers, which are recorded, or are written now and kept in `out`."""
+    """The prompts with the target's own answers, which are recorded, or are written now and kept in `out`.
+
+    Raises ValueError for fewer than two answers of two tokens or more.
+    """
     options, opened, temperature = task.options, task.opened, task.sampling.temperature
     if options.answers is not None:
         prompts, texts = encode_answers(
@@ -99,7 +104,7 @@ def read_texts(task: ChoiceTask) -> tuple[list[Prompt], list[AnsweredPrompt]]:
 def find_acceptance(
     task: ChoiceTask, shapes: list[DrafterShape], prompts: list[Prompt], texts: list[AnsweredPrompt]
 ) -> list[ShapeAcceptance]:
-    """Of all chains by one replay of each head; of what replay does not cover by decoding."""
+    """The acceptance of all chains by one replay of each head, and of shapes that replay does not cover by decoding."""
     acceptance, decoded = list[ShapeAcceptance](), [shape for shape in shapes if not shape.chain]
     for run in task.runs:
         chains = [shape for shape in shapes if shape.chain and shape.drafter == run.name]
@@ -107,23 +112,25 @@ def find_acceptance(
         if chains[0].drafting.replayable(drafter, task.sampling):
             assert isinstance(drafter, Drafter)
             replays = replay_texts(drafter, texts, depth=chains[-1].chain, label=f"replay of {run.name}")
-            acceptance += choice.summarise_chains(
-                run.name, [each.acceptance for each in replays], seed=task.options.seed
-            )
+            accepts = [replay.acceptance for replay in replays]
+            acceptance += choice.summarise_chains(run.name, accepts, seed=task.options.seed)
         else:
             decoded += [shape for shape in chains if shape.timed]
-    return acceptance + (decode_shapes(task, decoded, prompts) if decoded else [])
+    return acceptance + decode_shapes(task, decoded, prompts)
 
 
 def decode_shapes(task: ChoiceTask, shapes: list[DrafterShape], prompts: list[Prompt]) -> list[ShapeAcceptance]:
+    """The acceptance of shapes by decoding the prompts with each of them."""
+    if not shapes:
+        return []
     options, target = task.options, task.opened.target
-    names = [f"{shape.drafter} {shape.shape}" for shape in shapes]
-    methods = [Method(name, target, each.make_proposer(), each.drafting) for name, each in zip(names, shapes)]
+    methods = [
+        Method(f"{shape.drafter} {shape.shape}", target, shape.make_proposer(), shape.drafting) for shape in shapes
+    ]
     stop, batch = set() if options.ignore_stop else task.opened.stop, min(MIN_REQUESTS, len(prompts))
     settings = MeasureSettings(task.sampling, stop, options.max_new_tokens, options.seed, batch)
     track = partial(progress.track_items, name="decoding", unit="prompts", size=len)
-    source = task.question_set.source
-    groups = measure(methods, prompts, settings, source=source, progress=track)
+    groups = measure(methods, prompts, settings, source=task.question_set.source, progress=track)
     results = list(itertools.chain.from_iterable(groups))
     acceptance = []
     for shape, method in zip(shapes, methods):
@@ -133,7 +140,7 @@ def decode_shapes(task: ChoiceTask, shapes: list[DrafterShape], prompts: list[Pr
 
 
 def summarise_shape(shape: DrafterShape, results: list[PromptResult], depth: int, seed: int) -> ShapeAcceptance:
-    """results: of prompts with a round or more; depth: of the deepest draft"""
+    """The acceptance of a decoded shape. results: those of prompts with a round or more; depth: deepest draft"""
     counts = [PromptCounts(result.num_rounds, result.num_emitted) for result in results]
     accepted = [num for result in results for num in result.drafted.accepted[0]]
     drafts = shape.chain or statistics.mean(num for result in results for num in result.drafted.drafted)

@@ -1,19 +1,21 @@
 """Which drafter, and how many drafts, pay at which load (docs/choosing.md). Functions of figures; no model runs here.
 
-Acceptance does not depend on the load, and seconds of a round hardly depend on the prompts. So they are measured apart, and the
-speedup at B rows and a context of C tokens is
+Acceptance does not depend on the load, and seconds of a round hardly depend on the prompts. So they are measured apart.
+The speedup at B rows and a context of C tokens is
 
     plain(B, C) / (seconds(B, K, C) / tau(K) + opening / (N - 1))
 
-with the seconds of a plain round and of a round with K drafts, and tokens N of an answer. `opening` is the time in which a drafter
-reads the prompts. Intervals are of tau over prompts (bootstrap) and of the measured ratio of seconds, as independent errors.
+with the seconds of a plain round and of a round with K drafts, and N tokens of an answer. `opening` is the time in
+which a drafter reads the prompts. Intervals join the errors of tau over prompts (bootstrap) and of the measured ratio
+of seconds, as independent ones.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -25,15 +27,15 @@ from specdec.target.model import Target
 from specdec.tools.choose.round_costs import RoundCosts
 from specdec.unroll.replay import count_rounds
 
-STANDARD_ERRORS = 1.96  # standard errors of a 95 % interval
+STANDARD_ERRORS = 1.96  # half of a 95 % interval in standard errors, of a normal distribution
 
 
 @dataclass(frozen=True)
 class ShapeAcceptance:
-    """How many tokens a round of a drafter in one shape emits.
+    """The tokens that a round of a drafter in one shape emits.
 
-    shape: as text; costs: the name of its points in RoundCosts; drafts: of a round, the mean
-    tau_ci: over prompts; survival: share of rounds that accept at least 1, 2, .. drafts
+    shape: the shape in words; costs: name of its points in RoundCosts; drafts: mean number of a round
+    tau_ci: 95 % interval over prompts; survival: share of rounds that accept at least 1, 2, .. drafts
     """
 
     drafter: str
@@ -45,20 +47,20 @@ class ShapeAcceptance:
     survival: list[float]
 
 
-@dataclass(frozen=True)
-class Speedup:
-    """Over plain decoding, with its 95 % interval. extrapolated: as of round_costs.Estimate"""
+class Speedup(NamedTuple):
+    """The speedup over plain decoding, with its 95 % interval. extrapolated: whether the costs are"""
 
-    value: float
+    speedup: float
     low: float
     high: float
     extrapolated: bool
 
 
 def summarise_chains(drafter: str, accepts: Sequence[Tensor], *, seed: int = 0) -> list[ShapeAcceptance]:
-    """Of chains of 1, 2, .. K drafts, from one replay. accepts: [K, n] of each answer, as unroll/replay.py gives it
+    """The acceptance of chains of 1, 2, .. K drafts, from one replay.
 
-    A draft does not depend on how many follow it, so that the first k rows are what a replay of k drafts gives.
+    accepts: acceptance [K, n] of each answer, as unroll/replay.py gives it
+    A draft does not depend on the drafts behind it, so the first k rows are those of a replay of k drafts.
     """
     acceptances = []
     for num in range(1, accepts[0].shape[0] + 1):
@@ -72,17 +74,20 @@ def summarise_chains(drafter: str, accepts: Sequence[Tensor], *, seed: int = 0) 
 
 
 def add_tau(acceptance: ShapeAcceptance, counts: Sequence[PromptCounts], *, seed: int = 0) -> ShapeAcceptance:
-    """The same with its tau. counts: of each prompt"""
+    """The acceptance with its tau. counts: rounds and emitted tokens of each prompt"""
     return replace(acceptance, tau=compute_tau(counts), tau_ci=bootstrap_interval(counts, compute_tau, seed))
 
 
 def find_speedup(
     acceptance: ShapeAcceptance, costs: RoundCosts, batch_size: float, context: float, tokens: float
 ) -> Speedup:
-    """tokens: of an answer, the mean"""
+    """The speedup of a shape at a load. tokens: mean number of an answer"""
     cost = costs.estimate(acceptance.costs, acceptance.drafts, batch_size, context)
-    speedup_at = lambda tau_value: cost.plain / (cost.seconds / tau_value + cost.opening / max(1.0, tokens - 1))
-    value, (low, high) = speedup_at(acceptance.tau), (speedup_at(end) for end in acceptance.tau_ci)
+
+    def speedup_at(tokens_per_round: float) -> float:
+        return cost.plain / (cost.seconds / tokens_per_round + cost.opening / max(1.0, tokens - 1))
+
+    value, (low, high) = speedup_at(acceptance.tau), map(speedup_at, acceptance.tau_ci)
     error = STANDARD_ERRORS * cost.error
     below, above = (math.hypot(math.log(value / end), error) if end > 0 else error for end in (low, high))
     return Speedup(value, value * math.exp(-below), value * math.exp(above), cost.extrapolated)
@@ -96,53 +101,43 @@ def choose_drafts(
     contexts: Sequence[float],
     tokens: float,
 ) -> list[dict]:
-    """For each context and load the best shape of every drafter, and the best of all.
+    """The best shape of every drafter, and the best of all, for each context and load.
 
-    -> {load, context, best: a drafter, or "plain" where nothing is faster, drafters: {name: {shape, drafts, tau, speedup, low, high,
-    extrapolated}}}
+    Each row is {load, context, best, drafters}. best: a drafter, or "plain" where nothing is faster. drafters: by name
+    {shape, drafts, tau, speedup, low, high, extrapolated}.
     """
     table = []
-    for context in contexts:
-        for load in loads:
-            best_shapes: dict[str, dict] = {}
-            for acceptance in acceptances:
-                speedup = find_speedup(acceptance, costs, load, context, tokens)
-                if acceptance.drafter not in best_shapes or speedup.value > best_shapes[acceptance.drafter]["speedup"]:
-                    entry = {
-                        "shape": acceptance.shape,
-                        "drafts": acceptance.drafts,
-                        "tau": acceptance.tau,
-                        "speedup": speedup.value,
-                    }
-                    best_shapes[acceptance.drafter] = entry | {
-                        name: getattr(speedup, name) for name in ("low", "high", "extrapolated")
-                    }
-            best = max(best_shapes, key=lambda name: best_shapes[name]["speedup"])
-            if best_shapes[best]["speedup"] <= 1:
-                best = "plain"
-            table.append({"load": load, "context": context, "best": best, "drafters": best_shapes})
+    for context, load in itertools.product(contexts, loads):
+        drafters: dict[str, dict] = {}
+        for acceptance in acceptances:
+            speedup = find_speedup(acceptance, costs, load, context, tokens)
+            best_shape = drafters.get(acceptance.drafter)
+            if best_shape is None or speedup.speedup > best_shape["speedup"]:
+                facts = {"shape": acceptance.shape, "drafts": acceptance.drafts, "tau": acceptance.tau}
+                drafters[acceptance.drafter] = facts | speedup._asdict()
+        best = max(drafters, key=lambda name: drafters[name]["speedup"])
+        if drafters[best]["speedup"] <= 1:
+            best = "plain"
+        table.append({"load": load, "context": context, "best": best, "drafters": drafters})
     return table
 
 
 def find_crossings(
     acceptances: Sequence[ShapeAcceptance], costs: RoundCosts, *, max_load: int, context: float, tokens: float
 ) -> dict[str, tuple[int, bool] | None]:
-    """For each drafter, and for "all", the smallest load from which plain decoding is faster, at every load up to `most`.
+    """The smallest load from which plain decoding is faster at every load up to `max_load`.
 
-    -> the load, and whether costs there are extrapolated; None: drafts still pay at `most`.
+    Returns it for each drafter, and for "all", with whether costs there are extrapolated; None where drafts still pay
+    at `max_load`.
     """
     crossings: dict[str, tuple[int, bool] | None] = {}
     for name in dict.fromkeys(acceptance.drafter for acceptance in acceptances):
-        own_acceptances, crossings[name] = (
-            [acceptance for acceptance in acceptances if acceptance.drafter == name],
-            None,
-        )
+        shapes = [acceptance for acceptance in acceptances if acceptance.drafter == name]
+        crossings[name] = None
         for load in range(max_load, 0, -1):
-            best = max(
-                (find_speedup(acceptance, costs, load, context, tokens) for acceptance in own_acceptances),
-                key=lambda speedup: speedup.value,
-            )
-            if best.value > 1:
+            speedups = [find_speedup(shape, costs, load, context, tokens) for shape in shapes]
+            best = max(speedups, key=lambda speedup: speedup.speedup)
+            if best.speedup > 1:
                 break
             crossings[name] = load, best.extrapolated
     loads = [crossing for crossing in crossings.values() if crossing]
@@ -150,15 +145,15 @@ def find_crossings(
 
 
 def find_schedule(table: Iterable[dict], drafter: str) -> list[tuple[int, int, int]]:
-    """Drafts by load, of one drafter's chains: (first load, last load, drafts), where 0 is plain. The form of vLLM's schedules.
+    """The drafts of one drafter's chains by load: (first load, last load, drafts), where 0 is plain, as vLLM has it.
 
-    table: of `choose_drafts`, of one context
+    table: rows of `choose_drafts` with one context
     """
     steps: list[tuple[int, int, int]] = []
     for row in sorted(table, key=lambda row: row["load"]):
         best_shape, first = row["drafters"][drafter], row["load"] if steps else 1
         drafts = round(best_shape["drafts"]) if best_shape["speedup"] > 1 else 0
-        if steps:  # a number of drafts counts up to the next load that was looked at
+        if steps:  # a number of drafts counts up to the next load of the table
             steps[-1] = steps[-1][0], first - 1, steps[-1][2]
         if steps and steps[-1][2] == drafts:
             first = steps.pop()[0]
@@ -170,9 +165,9 @@ def find_schedule(table: Iterable[dict], drafter: str) -> list[tuple[int, int, i
 
 
 def read_choice(option: str, path: str) -> dict[str, Any]:
-    """`choice` of the results.json of specdec choose, given by its folder. option: that names it, for messages
+    """Reads `choice` of the results.json of specdec choose. option: name of the option, for messages; path: its folder
 
-    Raises ValueError for a folder where specdec choose has written nothing.
+    Raises ValueError for a folder in which specdec choose has written nothing.
     """
     try:
         document = results.read_results(path)["choice"]
@@ -185,8 +180,9 @@ def read_choice(option: str, path: str) -> dict[str, Any]:
 
 
 def read_predictions(path: str | None) -> Predict:
-    """What a choice says of a target and a sampling; nothing for None. path: a folder of specdec choose
+    """A function that gives the predictions of a choice for a target and a sampling.
 
+    path: folder of specdec choose; None: nothing is predicted
     Raises ValueError as `read_choice`.
     """
     document = read_choice("predicted", path) if path else None
@@ -202,7 +198,7 @@ def read_predictions(path: str | None) -> Predict:
 
 
 def find_mismatch(document: dict[str, Any], target: Target, sampling: Sampling) -> list[str]:
-    """What of a choice is not of this target and sampling."""
+    """The target and the settings of a choice that differ from these, in words."""
     recorded = {"fingerprint": document["fingerprint"], **document["sampling"]}
     differing = [name for name, value in asdict(sampling).items() if recorded.get(name) != value]
     if not target.matches(recorded["fingerprint"]):
@@ -212,19 +208,19 @@ def find_mismatch(document: dict[str, Any], target: Target, sampling: Sampling) 
 
 def predict_speedup(
     document: dict[str, Any] | None, drafter: str, shape: str, batch_size: float, context: float | None = None
-) -> tuple[float, float, float, bool] | None:
-    """What a choice says of a drafter at a load -> speedup, low, high, extrapolated; None: it has no such drafter or shape.
+) -> Speedup | None:
+    """The speedup of a drafter at a load by a choice; None where the choice has no such drafter or shape.
 
-    shape: as in the file, such as "chain of 3", "tree of 4x3x8", or "" of a proposer without one
-    document: None: nothing is predicted; context: in tokens; None: the choice's first
+    document: `choice` of a results.json; None: nothing is predicted
+    shape: words of the file, such as "chain of 3" or "tree of 4x3x8"; "" of a proposer without one
+    context: tokens before a round; None: the choice's first
     """
     if document is None:
         return None
-    acceptances = [ShapeAcceptance(**each) for each in document["acceptance"]]
+    acceptances = [ShapeAcceptance(**row) for row in document["acceptance"]]
     costs, tokens = RoundCosts.from_json(document["costs"]), float(document["tokens"])
     context = float(document["contexts"][0]) if context is None else context
     for acceptance in acceptances:
         if (acceptance.drafter, acceptance.shape) == (drafter, shape):
-            speedup = find_speedup(acceptance, costs, batch_size, context, tokens)
-            return speedup.value, speedup.low, speedup.high, speedup.extrapolated
+            return find_speedup(acceptance, costs, batch_size, context, tokens)
     return None

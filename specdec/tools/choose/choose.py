@@ -2,6 +2,7 @@
 
 from specdec.options.command_line import split_list
 
+import math
 import statistics
 from dataclasses import asdict
 from functools import partial
@@ -31,18 +32,21 @@ from specdec.tools.judge.server import TriedServer, try_server
 from specdec.tools.suites.suites import read_questions
 
 FREE = ("out", "accept_licence", "timeout")  # options that change nothing of a choice
-MAX_CONTEXT = 2**20
+MAX_CONTEXT = 2**20  # tokens; a bound against misspelt numbers: targets have fewer positions
 
 
 def choose_drafter(options: ChooseOptions, console: progress.Results) -> None:
-    """Measures acceptance and costs, and writes what pays. Raises ValueError for what cannot be compared."""
+    """Measures acceptance and costs, and writes the choice. Raises ValueError for drafters that cannot be compared."""
     task, out = prepare_task(options, console), Path(options.out)
     with hold_lock(out / "results.lock", resource=out / results.RESULTS_FILE):
         write_choice(task, out)
 
 
 def prepare_task(options: ChooseOptions, console: progress.Results) -> ChoiceTask:
-    """Loads heads and target, and tries the server. Raises ValueError, before anything is decoded, for what does not fit."""
+    """Loads heads and target, and tries the server.
+
+    Raises ValueError for options that do not fit together, before anything is decoded.
+    """
     loads = read_numbers("loads", options.loads, decoding.MAX_REQUESTS)
     contexts = read_numbers("contexts", options.contexts, MAX_CONTEXT) if options.contexts else []
     sampling, known_costs = options.decode.make_sampling(), read_costs(options, contexts)
@@ -54,24 +58,20 @@ def prepare_task(options: ChooseOptions, console: progress.Results) -> ChoiceTas
     tried = try_servers(options, question_set, heads[0], console) if options.engine and question_set else None
     runs = load_heads(options.checkpoint, options.target)
     opened = open_shared_target(runs, options.target, head=options.proposer_settings.get("checkpoint"))
-    check_positions(options, contexts, opened.target)
-    if known_costs and known_costs.fingerprint and not opened.target.matches(known_costs.fingerprint):
-        raise ValueError(
-            f"costs={options.costs} are of another target than {opened.target.name}: choose with that one."
-        )
+    check_target(options, contexts, known_costs, opened.target)
     chosen_set = question_set if question_set and not options.answers else read_recorded(options, opened, heads)
     return ChoiceTask(options, chosen_set, loads, contexts, sampling, runs, opened, known_costs, tried, console)
 
 
 def read_numbers(name: str, text: str, highest: int) -> list[int]:
-    """A comma list of whole numbers, in order."""
+    """The whole numbers of a comma list, in order. Raises ValueError for others, and above `highest`."""
     if not all(part.isdecimal() and 0 < int(part) <= highest for part in split_list(text)):
         raise ValueError(f"{name}={text}: give numbers from 1 to {highest}, such as 1,4,16.")
     return sorted({int(part) for part in split_list(text)})
 
 
 def try_servers(options: ChooseOptions, question_set: QuestionSet, head: str, console: progress.Results) -> TriedServer:
-    """The server of engine=, beside what answers without drafts. Raises ValueError where its costs cannot be had."""
+    """The server of engine= with its baseline. Raises ValueError where its costs cannot be measured."""
     target = loading.find_target_name(checkpoint.resolve(head), options.target.name)
     tried = try_server(options, question_set, target, console)
     if tried.notes or tried.baseline is None:
@@ -79,16 +79,19 @@ def try_servers(options: ChooseOptions, question_set: QuestionSet, head: str, co
     return tried
 
 
-def check_positions(options: ChooseOptions, contexts: list[int], target: Target) -> None:
-    limit = target.max_positions
-    if limit and contexts and contexts[-1] + MAX_DRAFTS + 2 > limit:
+def check_target(options: ChooseOptions, contexts: list[int], known_costs: RoundCosts | None, target: Target) -> None:
+    """Raises ValueError for contexts that are too long for the target, and for costs of another target."""
+    limit = (target.max_positions or math.inf) - MAX_DRAFTS - 2
+    if contexts and contexts[-1] > limit:
         raise ValueError(
-            f"contexts={options.contexts}: {target.name} has {limit} positions, so {limit - MAX_DRAFTS - 2} is the most."
+            f"contexts={options.contexts}: {target.name} has {target.max_positions} positions, so {limit} is the most."
         )
+    if known_costs and known_costs.fingerprint and not target.matches(known_costs.fingerprint):
+        raise ValueError(f"costs={options.costs} are of another target than {target.name}: choose with that one.")
 
 
 def read_recorded(options: ChooseOptions, opened: loading.OpenTarget, heads: list[str]) -> QuestionSet:
-    """The rows of answers=. Raises ValueError if there is none."""
+    """The rows of answers=. Raises ValueError if there are none."""
     recorded = read_answers(
         str(options.answers),
         arguments=loading.read_template(options.template, opened.tokenizer, heads),
@@ -102,7 +105,7 @@ def read_recorded(options: ChooseOptions, opened: loading.OpenTarget, heads: lis
 
 
 def write_choice(task: ChoiceTask, out: Path) -> None:
-    """Raises ValueError where a choice of other settings is there."""
+    """Writes the choice and its page. Raises ValueError where the folder has a choice of other settings."""
     settings = list_settings(task)
     if (out / results.RESULTS_FILE).exists():
         recorded = results.read_results(str(out)).get("settings", {})
@@ -131,6 +134,7 @@ def write_choice(task: ChoiceTask, out: Path) -> None:
 
 
 def list_settings(task: ChoiceTask) -> dict[str, Any]:
+    """The settings of a choice, with digests of questions, weights and target."""
     return {
         **results.describe_options(task.options, free_options=FREE),
         **task.question_set.describe(task.opened.tokenizer),
@@ -142,7 +146,7 @@ def list_settings(task: ChoiceTask) -> dict[str, Any]:
 def make_document(
     task: ChoiceTask, acceptance: list[ShapeAcceptance], costs: RoundCosts, contexts: list[float], tokens: float
 ) -> dict[str, Any]:
-    """`choice` of results.json. contexts: tokens before a round; tokens: of an answer, the mean"""
+    """`choice` of results.json. contexts: tokens before a round; tokens: mean number of an answer"""
     target, loads = task.opened.target, task.loads
     crossings = partial(choice.find_crossings, acceptance, costs, max_load=loads[-1], tokens=tokens)
     flags = list_flags(task.runs, target.name, acceptance, costs, loads=loads, context=contexts[0], tokens=tokens)
@@ -154,6 +158,6 @@ def make_document(
         "loads": choice.choose_drafts(acceptance, costs, loads=loads, contexts=contexts, tokens=tokens),
         "plain_from": {f"{length:.0f}": crossings(context=length) for length in contexts},
         "flags": list(flags),
-        "acceptance": [asdict(each) for each in acceptance],
+        "acceptance": [asdict(shape) for shape in acceptance],
         "costs": costs.to_json(),
     }

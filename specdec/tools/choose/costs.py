@@ -23,16 +23,19 @@ from specdec.tools.choose.task import MIN_REQUESTS, ChoiceTask, ChooseOptions, D
 from specdec.tools.judge import judge
 from specdec.tools.judge.server import TriedServer, find_longest
 
-MAX_COST_RATIO = 1.3  # if a round costs more than this times tau plain rounds, larger loads are not timed
+MAX_COST_RATIO = 1.3  # if a round costs more than 1.3 x tau plain rounds at a load, larger loads are not timed
 
 
 def read_costs(options: ChooseOptions, contexts: list[int]) -> RoundCosts | None:
-    """The costs of costs=; None: they are timed. Raises ValueError where they do not exist, or do not fit to other options."""
-    one_head = len(split_list(options.checkpoint)) == 1 and not options.proposers and not options.trees
-    if options.engine and (options.costs or contexts or not one_head):
+    """The costs of costs=; None where they are measured now.
+
+    Raises ValueError where they do not exist, or do not fit to other options.
+    """
+    other_sources = [options.costs, contexts, options.proposers, options.trees]
+    if options.engine and (any(other_sources) or len(split_list(options.checkpoint)) != 1):
         raise ValueError(
-            "engine= gives the costs of one head's chain behind its own requests: give that checkpoint=DIR, the one it serves, and no "
-            "costs=, contexts=, proposers= or trees=."
+            "engine= gives the costs of one head's chain behind its own requests: give that checkpoint=DIR, the one it "
+            "serves, and no costs=, contexts=, proposers= or trees=."
         )
     if not options.costs:
         return None
@@ -54,7 +57,7 @@ def read_costs(options: ChooseOptions, contexts: list[int]) -> RoundCosts | None
 def estimate_costs(
     task: ChoiceTask, shapes: list[DrafterShape], acceptance: list[ShapeAcceptance], texts: list[AnsweredPrompt]
 ) -> RoundCosts:
-    """From a server, an earlier choice, or timed here."""
+    """The costs of all shapes: from a server, from an earlier choice, or timed here."""
     if task.tried is not None:
         return measure_server_costs(task, task.tried)
     if task.known_costs is not None:
@@ -70,7 +73,7 @@ def estimate_costs(
 
 
 def make_context(text: AnsweredPrompt, length: int | None) -> list[int]:
-    """A prompt with half of its answer, as a round has it on average before it; with a length, repeated and cut to that."""
+    """A prompt with half of its answer, the mean context of its rounds; with a length, repeated and cut to it."""
     tokens = text.prompt + text.answer[: len(text.answer) // 2]
     return tokens if length is None else (tokens * -(-length // len(tokens)))[:length]
 
@@ -82,7 +85,10 @@ def time_drafter(
     texts: list[AnsweredPrompt],
     max_cost_ratio: float,
 ) -> list[CostPoint]:
-    """Timed now, or read from the file in which they were kept. shapes: by their drafts; max_cost_ratio: of `time_loads`"""
+    """The points of one drafter, timed now or read from the file of earlier measurements.
+
+    shapes: by their drafts; max_cost_ratio: as of `time_loads`
+    """
     first = next(iter(shapes.values()))
     common: dict[str, Any] = {"sampling": task.sampling, "stop": set(), "runner": first.drafting.runner()}
     plain = Decoder(task.opened.target, None, **common)
@@ -118,7 +124,10 @@ def time_drafter(
 
 
 def measure_server_costs(task: ChoiceTask, tried: TriedServer) -> RoundCosts:
-    """From a few requests at each load to a server with drafts and to a plain one. Raises ValueError, naming the load, without figures."""
+    """Costs from a few requests at each load to a server with drafts and to a plain one.
+
+    Raises ValueError, which names the load, where the figures are missing.
+    """
     (run,), out = task.runs, Path(task.options.out)
     settings = tried.settings | {"checkpoint": describe_weights(task.runs), "drafts": tried.longest}
     drafted, seconds_plain = [], {}
@@ -133,7 +142,7 @@ def measure_server_costs(task: ChoiceTask, tried: TriedServer) -> RoundCosts:
 
 
 def summarise_load(task: ChoiceTask, tried: TriedServer, load: int, rows: list[dict]) -> tuple[dict[str, Any], float]:
-    """-> what `make_served` takes of a load, and the seconds of a plain token"""
+    """The entry of a load for `make_server_costs`, and the seconds of a plain token. Raises ValueError without them."""
     pairs = judge.read_batch_pairs(rows, load)
     turns = [turn for turn, _ in pairs]
     figures, drafts = judge.summarise_pairs(pairs, task.options.seed), find_longest(turns)
@@ -141,8 +150,8 @@ def summarise_load(task: ChoiceTask, tried: TriedServer, load: int, rows: list[d
     if not (figures["tau"] and drafts and all(speeds)):
         lacks = "how many drafts the server accepts" if all(speeds) else "the seconds of a user's token"
         raise ValueError(
-            f"At load {load} {lacks} cannot be told from {figures['answers']} answers: see that nobody else asks the server, "
-            f"raise max_new_tokens=. {results.ADVICE}"
+            f"At load {load} {lacks} cannot be told from {figures['answers']} answers: see that nobody else asks the "
+            f"server, raise max_new_tokens=. {results.ADVICE}"
         )
     prompts, answers = dict(tried.first), [answer for turn in turns for answer in turn.answers]
     context = statistics.mean(len(prompts[each.prompt]["prompt"]) + each.tokens / 2 for each in answers)

@@ -16,8 +16,8 @@ from specdec.tools.choose.task import MAX_DRAFTS
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "gguf": "llama.cpp"}  # by format of export
 SCHEDULE = "num_speculative_tokens_per_batch_size"
 SCHEDULE_NOTE = (
-    f"{SCHEDULE}: at 0 drafts vLLM still runs the drafter (7 to 22 % of a plain round where others measured it), its V1 runner "
-    "then has piecewise CUDA graphs only, and with data parallelism it drops the schedule"
+    f"{SCHEDULE}: at 0 drafts vLLM still runs the drafter (7 to 22 % of a plain round where others measured it), its "
+    "V1 runner then has piecewise CUDA graphs only, and with data parallelism it drops the schedule"
 )
 Step = tuple[int, int, int]  # first load, last load, drafts
 
@@ -32,8 +32,10 @@ def list_flags(
     context: float,
     tokens: float,
 ) -> Iterator[dict[str, Any]]:
-    """For each head and engine the lines that serve its best chain at each load: {drafter, engine, loads, line}, or why there is none:
-    {drafter, engine, reason}. A block counts with all its drafts, as engines draft it whole.
+    """The lines that serve each head's best chain at each load in each engine, or the reason why there is none.
+
+    Yields {drafter, engine, loads, line} or {drafter, engine, reason}. A block counts with all its drafts, as engines
+    draft it whole.
     """
     for run, name in itertools.product(runs, ENGINES):
         entry = {"drafter": run.name, "engine": ENGINES[name]}
@@ -57,7 +59,7 @@ def find_steps(
     context: float,
     tokens: float,
 ) -> list[Step]:
-    """The best number of drafts by load. Raises ValueError where the engine would better decode plainly, or drafts too much."""
+    """The best number of drafts by load. Raises ValueError where plain decoding is faster, and for too large blocks."""
     chains = [each for each in acceptance if each.costs == drafter]
     if form.whole_block:
         chains = [each for each in chains if each.drafts == form.limit_drafts(1)]
@@ -71,7 +73,10 @@ def find_steps(
 
 
 def make_lines(form: ExportForm, name: str, target: str, steps: list[Step]) -> list[dict[str, Any]]:
-    """{loads, line} of each step with drafts; one line with a schedule where vLLM can change its drafts by load."""
+    """{loads, line} of each step with drafts; one line with a schedule where vLLM can change its drafts by load.
+
+    steps: as of `find_steps`
+    """
     drafting = [step for step in steps if step[2]]
     max_drafts = max(num for *_, num in drafting)
     scheduled = name == "vllm" and len(steps) > 1 and not form.whole_block and form.settings["method"] != "medusa"

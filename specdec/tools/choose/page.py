@@ -1,4 +1,4 @@
-"""What was chosen, as tables, charts and sentences."""
+"""A choice as tables, charts and sentences."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,22 +14,22 @@ from specdec.tools.choose.engine_flags import SCHEDULE, SCHEDULE_NOTE
 
 
 def make_entries(acceptance: list[ShapeAcceptance], temperature: float, num_answers: int) -> list[Entry]:
-    """What each shape accepts, as rows of results."""
+    """The acceptance of each shape as rows of results."""
     entries = []
-    for each in acceptance:
-        name = ", ".join(filter(None, (each.drafter, each.shape)))
-        report = Report(
-            temperature, num_prompts=num_answers, num_rounds=0, tau=each.tau, tau_ci=each.tau_ci, survival=each.survival
-        )
+    for shape in acceptance:
+        name = ", ".join(filter(None, (shape.drafter, shape.shape)))
+        figures: dict[str, Any] = {"tau": shape.tau, "tau_ci": shape.tau_ci, "survival": shape.survival}
+        report = Report(temperature, num_prompts=num_answers, num_rounds=0, **figures)
         entries.append(Entry(name, temperature, 1, report, remarks=[]))
     return entries
 
 
 def list_sections(choice: dict[str, Any]) -> list[Section]:
-    """choice: as in results.json"""
+    """The sections of the page. choice: that of results.json"""
     summary = (
-        f"{choice['num_answers']} answers. Costs: {choice['costs']['source']}. Intervals: 95 %, of tau over prompts and of timed "
-        "seconds. *: extrapolated beyond the rows, drafts or contexts that costs are known of."
+        f"{choice['num_answers']} answers. Costs: {choice['costs']['source']}. Intervals: 95 %, "
+        "of tau over prompts and "
+        "of timed seconds. *: extrapolated beyond the rows, drafts or contexts that costs are known of."
     )
     flags = [*describe_flags(choice["flags"])]
     return [
@@ -52,13 +52,14 @@ def make_table(choice: dict[str, Any]) -> Table:
 
 
 def write_speedup(best_shape: dict[str, Any]) -> str:
+    """The speedup of a drafter's best shape with its interval; * where it is extrapolated."""
     figure = format_figure(best_shape["speedup"], (best_shape["low"], best_shape["high"]))
     figure += " *" * best_shape["extrapolated"]
     return f"{best_shape['shape']}: {figure}" if best_shape["shape"] else figure
 
 
 def describe_crossings(choice: dict[str, Any]) -> Iterator[str]:
-    """From which load plain decoding is faster."""
+    """Sentences on the load from which plain decoding is faster."""
     last = choice["loads"][-1]["load"]
     for context, crossings in choice["plain_from"].items():
         for name, crossing in crossings.items():
@@ -67,6 +68,7 @@ def describe_crossings(choice: dict[str, Any]) -> Iterator[str]:
 
 
 def describe_flags(flags: list[dict[str, Any]]) -> Iterator[str]:
+    """The lines of engines, then the reasons why there is none. flags: those of `list_flags`"""
     with_line = [flag for flag in flags if "line" in flag]
     for flag in with_line:
         yield "{drafter}, {engine}, loads {loads[0]} to {loads[1]}: {line}".format(**flag)

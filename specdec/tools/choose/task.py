@@ -1,4 +1,4 @@
-"""What `choose` chooses from, and for what: its options, drafters in their shapes, and the target."""
+"""The task of `choose`: its options, drafters in their shapes, and the target."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from specdec.proposers.base import Proposer
 from specdec.tools.choose.round_costs import RoundCosts
 from specdec.tools.judge.server import ServerOptions, TriedServer
 
-MAX_DRAFTS = 16
-MIN_REQUESTS = 8  # to a server at a load, and prompts that are decoded at once
-TIMED_DRAFTS = (1, 2, 4, 8, 16)  # of the chains whose rounds are timed
+MAX_DRAFTS = 16  # longest chain; acceptance of deeper drafts is near 0 for all heads of this project
+MIN_REQUESTS = 8  # requests to a server at a load, and prompts that are decoded at once
+TIMED_DRAFTS = (1, 2, 4, 8, 16)  # chains whose rounds are timed; seconds in between are interpolated
 
 
 class ChooseOptions(ServerOptions):
@@ -39,9 +39,10 @@ class ChooseOptions(ServerOptions):
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """A drafter in one shape. make_proposer: a proposer of its own; source: what it is made from
+    """A drafter in one shape.
 
-    chain: its drafts, 0 for what is no chain of a head; timed: whether its rounds are timed
+    make_proposer: maker of a new proposer; source: digest or configuration that names the drafter in caches
+    chain: drafts of a head's chain, 0 for another shape; timed: whether its rounds are timed
     """
 
     drafter: str
@@ -60,7 +61,11 @@ class DrafterShape:
 
 @dataclass(frozen=True)
 class ChoiceTask:
-    """contexts: tokens before a round; empty for that of the texts. known_costs: of costs=; tried: the server of engine="""
+    """The options with everything that was loaded for them.
+
+    contexts: tokens before a round; empty for those of the texts
+    known_costs: costs of costs=; tried: server of engine=
+    """
 
     options: ChooseOptions
     question_set: QuestionSet

@@ -1,8 +1,8 @@
 """Answers that follow a grammar: a JSON schema, a regular expression, or a grammar in Lark's form (`llguidance`).
 
-The grammar is part of the target's distribution, as top-p is: after each text, tokens that no sentence of the grammar has there get
-probability 0 and the others are normalised, before temperature and filters, and before any acceptance rule. The distributions of
-drafts are left alone.
+The grammar is part of the target's distribution, as top-p is. After each text, tokens with which no sentence of the
+grammar goes on get probability 0, and the others are normalised. This happens before temperature and filters, and
+before any acceptance rule. The distributions of drafts stay as they are.
 """
 
 import functools
@@ -18,28 +18,29 @@ from specdec.core import files
 from specdec.core.constraint import FORMS
 
 KINDS = ("json_schema", "regex", "lark")
-# Written as json.dumps writes it, unless the schema's own "x-guidance" says otherwise. With free whitespace, small models
+# The whitespace of json.dumps, unless the schema's own "x-guidance" has another one. With free whitespace, small models
 # write blanks without end.
 JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What answers may be. kind: one of KINDS; text: the schema (as JSON), the expression or the grammar"""
+    """A grammar of answers. kind: one of KINDS; text: the schema (as JSON), the expression or the grammar"""
 
     kind: str
     text: str
 
     @classmethod
     def parse(cls, value: str) -> "Grammar":
-        """From FORMS. Raises ValueError for another form, and for a file that cannot be read."""
+        """The grammar of an option in one of FORMS. Raises ValueError for another form, and for an unreadable file."""
         name, colon, text = value.partition(":")
         kind = {"json": "json_schema"}.get(name, name)
         if not colon or kind not in KINDS:
             raise ValueError(f"grammar={value[:60]} cannot be read: give {FORMS}.")
         try:
-            if len(text) < 1024 and (path := Path(files.expand_home(text))).is_file():
-                text = path.read_text(encoding="utf-8")
+            if len(text) < 1024:
+                path = Path(files.expand_home(text))
+                text = path.read_text(encoding="utf-8") if path.is_file() else text
             return cls.from_row({kind: json.loads(text) if kind == "json_schema" else text})
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(
@@ -49,10 +50,13 @@ class Grammar:
 
     @classmethod
     def from_row(cls, document: Any) -> "Grammar":
-        """From a field of a row of data: {"json_schema": {..}}, {"regex": ".."} or {"lark": ".."}. Raises ValueError else."""
-        if not isinstance(document, Mapping) or len(document) != 1 or (kind := next(iter(document))) not in KINDS:
+        """The grammar of a row's field: {"json_schema": {..}}, {"regex": ".."} or {"lark": ".."}.
+
+        Raises ValueError for another document.
+        """
+        if not isinstance(document, Mapping) or len(document) != 1 or not document.keys() <= {*KINDS}:
             raise ValueError(f"A grammar must be an object with one of the keys {', '.join(KINDS)}.")
-        value = document[kind]
+        ((kind, value),) = document.items()
         if kind == "json_schema":
             return cls(kind, json.dumps(value, sort_keys=False))
         if not isinstance(value, str):
@@ -62,21 +66,22 @@ class Grammar:
     def compile(
         self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop: set[int]
     ) -> "Callable[[], GrammarConstraint]":
-        """A function that returns the state of an answer that begins. Raises ValueError as `Grammars`."""
+        """A function that returns the state of a new answer. Raises ValueError as `GrammarCompiler`."""
         matcher = GrammarCompiler(tokenizer, vocab_size, stop).compile_once(self)
         return lambda: GrammarConstraint(matcher.deep_copy(), frozenset(stop))
 
     def to_row(self) -> dict:
-        """For `of_row`."""
+        """The inverse of `from_row`."""
         return {self.kind: json.loads(self.text) if self.kind == "json_schema" else self.text}
 
 
 class GrammarConstraint:
-    """The state of one answer under a grammar; `take` moves it on.
+    """The state of one answer under a grammar.
 
     matcher: an llguidance.LLMatcher, which after an error allows only an end
-    stop: token ids that end an answer; where the grammar allows an end, it allows each of them. So it does in a dead end, which
-    some grammars have: a text that no sentence begins with, though each of its tokens was allowed.
+    stop: token ids that end an answer. Where the grammar allows an end, it allows each of them. In a dead end, which
+        some grammars have, only an end is allowed. That is a text with which no sentence begins, though each of its
+        tokens was allowed.
     """
 
     def __init__(self, matcher: Any, stop: frozenset[int]):
@@ -89,18 +94,18 @@ class GrammarConstraint:
         return not self._matcher.is_error() and self._matcher.is_accepting()
 
     def take(self, tokens: list[int]) -> None:
-        """The answer goes on with these tokens, which the grammar allows."""
+        """Adds tokens to the answer, which the grammar allows."""
         for token in tokens:
             self.ended = self.ended or token in self._stop
             if not self.ended:
                 self._matcher.consume_token(token)
 
     def forced(self) -> list[int]:
-        """The tokens that must follow now; empty where there is a choice."""
+        """The tokens that must follow the answer; empty where there is a choice."""
         return [] if self.ended else self._matcher.deep_copy().compute_ff_tokens()
 
     def fits(self, tokens: list[int]) -> bool:
-        """Whether the answer may go on with these tokens, spelled in whichever tokens: the masks may allow fewer spellings."""
+        """Whether the text of these tokens may follow the answer. The masks may allow fewer spellings of it."""
         if self.ended:
             return True
         num_before_stop = next((index for index, token in enumerate(tokens) if token in self._stop), len(tokens))
@@ -112,59 +117,48 @@ class GrammarConstraint:
         )
 
     def following(self) -> bytes | None:
-        """What may follow the answer so far, as of `allowed`."""
+        """The mask of the next token, as of `allowed`."""
         return self.allowed([0], [-1])[0]
 
     def allowed(self, tokens: list[int], parents: list[int]) -> list[bytes | None]:
-        """What may follow each node of a tree, of which node 0 is the newest token of the answer.
+        """The mask of the next token behind each node of a tree, of which node 0 is the newest token of the answer.
 
-        tokens, parents [N] as in Tree -> of each node a bit for each token id, the lowest bit of the first byte first; b"" where
-        everything may follow, behind the end of an answer; None for a node that the grammar does not allow
+        tokens, parents [N]: as in Tree
+        A mask has a bit for each token id, the lowest bit of the first byte first. It is b"" behind the end of an
+        answer, where all tokens may follow, and None for a node that the grammar does not allow.
         """
-        masks: list[bytes | None] = [None] * len(tokens)
         if self.ended:
             return [b""] * len(tokens)
-        children: list[dict[int, list[int]]] = [{} for _ in tokens]  # by token: equal ones are looked at once
+        masks: list[bytes | None] = [None] * len(tokens)
+        children: list[list[int]] = [[] for _ in tokens]
         for node, parent in enumerate(parents[1:], start=1):
-            children[parent].setdefault(tokens[node], []).append(node)
+            children[parent].append(node)
 
         def fill_masks(nodes: list[int], matcher: Any) -> None:
-            mask = matcher.compute_bitmask()
+            """Nodes with the same text get their mask, and then their children. matcher: None behind the end"""
+            mask = b"" if matcher is None else matcher.compute_bitmask()
+            nodes_by_token: dict[int, list[int]] = {}
             for node in nodes:
                 masks[node] = mask
-            for token, following in _merge_children([children[node] for node in nodes]).items():
-                if not mask[token >> 3] >> (token & 7) & 1:
+                for child in children[node]:
+                    nodes_by_token.setdefault(tokens[child], []).append(child)
+            for token, following in nodes_by_token.items():
+                if mask and not mask[token >> 3] >> (token & 7) & 1:
                     continue
-                if token in self._stop:
-                    allow_everything(following)
-                else:
-                    after = matcher.deep_copy()  # a dead end below must not reach this one
-                    after.consume_token(token)
-                    fill_masks(following, after)
-
-        def allow_everything(nodes: list[int]) -> None:
-            for node in nodes:
-                masks[node] = b""
-                for following in children[node].values():
-                    allow_everything(following)
+                matcher_after = None
+                if mask and token not in self._stop:
+                    matcher_after = matcher.deep_copy()  # a dead end below must not reach this one
+                    matcher_after.consume_token(token)
+                fill_masks(following, matcher_after)
 
         fill_masks([0], self._matcher.deep_copy())
         return masks
 
 
-def _merge_children(children: list[dict[int, list[int]]]) -> dict[int, list[int]]:
-    """The children of nodes with the same text, by their tokens."""
-    joined: dict[int, list[int]] = {}
-    for children_by_token in children:
-        for token, nodes in children_by_token.items():
-            joined.setdefault(token, []).extend(nodes)
-    return joined
-
-
 class GrammarCompiler:
-    """Compiles grammars for a tokenizer; each once.
+    """Compiles grammars for a tokenizer, each once.
 
-    vocab_size: of the target, whose logits may be more than the tokenizer's tokens
+    vocab_size: number of the target's logits, which may exceed that of the tokenizer's tokens
     stop: token ids that end an answer
 
     Raises ValueError without llguidance, without such ids, and for a tokenizer that llguidance cannot read.
@@ -186,13 +180,13 @@ class GrammarCompiler:
             self._tokenizer = llguidance.hf.from_tokenizer(fast, n_vocab=vocab_size, eos_token=sorted(stop))
         except Exception as error:
             raise ValueError(
-                f"llguidance cannot read the tokenizer of {tokenizer.name_or_path} ({error}): grammars need a fast tokenizer "
-                "(tokenizer.json)."
+                f"llguidance cannot read the tokenizer of {tokenizer.name_or_path} ({error}): grammars need a fast "
+                "tokenizer (tokenizer.json)."
             ) from None
         self.compile_once = functools.lru_cache(maxsize=256)(self._compile_grammar)
 
     def make_constraint(self, grammar: Grammar | None) -> GrammarConstraint | None:
-        """The state of an answer that begins. Raises ValueError for a grammar that is wrong or that nothing satisfies."""
+        """The state of a new answer. Raises ValueError for a wrong grammar, and for one that no text satisfies."""
         return None if grammar is None else GrammarConstraint(self.compile_once(grammar).deep_copy(), self._stop)
 
     def _compile_grammar(self, grammar: Grammar) -> Any:

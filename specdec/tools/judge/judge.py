@@ -1,4 +1,4 @@
-"""judge: a running server under 1, 4, 16, .. requests at once, with drafts and plain in turn, resumable."""
+"""judge: measures a running server under 1, 4, 16, .. requests at once, with drafts and plain in turn, resumable."""
 
 import contextlib
 import itertools
@@ -19,7 +19,7 @@ from specdec.measuring.questions import QuestionSet, name_request
 from specdec.measuring.report import TAU, Report
 from specdec.measuring.results import Entry, Measurement
 from specdec.measuring.results_page import write_results
-from specdec.measuring.runs import ComparedHead, find_head_folders, load_heads
+from specdec.measuring.runs import find_head_folders, load_heads
 from specdec.options import decoding
 from specdec.options.command_types import MEMORY, OutputFolder
 from specdec.options.decoding import SamplingOptions
@@ -28,7 +28,7 @@ from specdec.tools.judge.referee import ServedBatch
 from specdec.tools.judge.server import Request, Server, ServerOptions, TriedServer, try_server
 from specdec.tools.judge.verdict import compare_with_replay, draft_as_engine
 
-MAX_CLIENT_SHARE = 0.7  # share of the time that this process computed, above which it may be what is slow
+MAX_CLIENT_SHARE = 0.7  # share of the time in which this process computes; above it the client may limit the speed
 
 
 class JudgeDecodeOptions(SamplingOptions):
@@ -45,45 +45,53 @@ class JudgeOptions(ServerOptions):
 
 
 def judge_server(options: JudgeOptions, question_set: QuestionSet, predict: Predict, console: progress.Results) -> None:
-    """Measures what has no row yet, and writes the results."""
+    """Measures what has no row yet, and writes the results.
+
+    Raises ValueError for a server that cannot be measured, and where nothing was answered.
+    """
     out, concurrencies = Path(options.out), decoding.read_batches(options.batch)
     sampling = options.decode.make_sampling()
     runs = load_heads(options.checkpoint, options.target)
     if len(runs) > 1:
         raise ValueError("A server is compared with one head: give one checkpoint=DIR, that of the head it serves.")
+
+    # Try the server, then measure each concurrency
     tried = try_server(options, question_set, runs[0].drafter.target.name if runs else None, console)
     server, notes = tried.server, [*tried.notes, *question_set.list_notes(find_head_folders(runs))]
-    for sentence in (f"{server.model} at {server.url}; tau: {TAU}", *notes):
+    title = f"{server.model} at {server.url}"
+    for sentence in (f"{title}; tau: {TAU}", *notes):
         console.say(sentence)
     with open_resumable(out / "settings.json", out / "rows.jsonl", tried.settings, advice=results.ADVICE) as rows:
         prompts = {concurrency: measure_concurrency(tried, concurrency, rows) for concurrency in concurrencies}
     notes += note_missing_turns(tried, prompts)
+
+    # Figures of each concurrency, beside the replay of the head and the predicted speedup
     predict_speedup = predict(runs[0].drafter.target, sampling, notes) if runs else None
-    figures_by_level, entries = [], []
+    levels, entries = [], []
     for concurrency in concurrencies:
         pairs = read_batch_pairs(rows.rows, concurrency)
-        served_batches = [turn for turn, _ in pairs]
+        batches = [drafted for drafted, _ in pairs]
         figures = {"requests": concurrency, **summarise_pairs(pairs, options.seed)}
         for run in runs:
-            figures["replay"] = replay_answers(options, run, server, served_batches, prompts[concurrency])
-        entry = make_entry(figures, count_answers(question_set, served_batches), sampling)
+            head, asked = draft_as_engine(run.drafter, server.kind), prompts[concurrency]
+            figures["replay"] = compare_with_replay(
+                head, batches, asked, sampling=sampling, depth=options.decode.depth, seed=options.seed
+            )
+        entry = make_entry(figures, count_answers(question_set, batches), sampling)
         if predict_speedup:
             shape = f"chain of {len(figures['survival'])}"
             entry = replace(entry, predicted=predict_speedup(runs[0].name, shape, concurrency, None))
-        figures_by_level.append(figures)
+        levels.append(figures)
         entries.append(entry)
-    title = "" if question_set.suite else f"{server.model} at {server.url}"
-    record_parts = {
-        "server": {"url": server.url, "model": server.model, "kind": server.kind, "levels": figures_by_level}
-    }
-    write_results(
-        Measurement(tried.settings, question_set, entries, notes, title=title, extra=record_parts), out, console
-    )
+
+    parts = {"server": {"url": server.url, "model": server.model, "kind": server.kind, "levels": levels}}
+    title = "" if question_set.suite else title
+    write_results(Measurement(tried.settings, question_set, entries, notes, title=title, extra=parts), out, console)
 
 
 def note_missing_turns(tried: TriedServer, prompts: dict[int, dict[str, dict]]) -> list[str]:
-    """prompts: what was asked, by level and by id"""
-    fewest = min(len(asked) for asked in prompts.values())
+    """A note where only first turns were asked. prompts: parts of request bodies, by concurrency and prompt id"""
+    fewest = min(map(len, prompts.values()))
     if tried.requests.question_set.num_turns == 1 or fewest > len(tried.first):
         return []
     no_tokenizer = tried.requests.tokenizer is None
@@ -91,24 +99,14 @@ def note_missing_turns(tried: TriedServer, prompts: dict[int, dict[str, dict]]) 
     return [f"Only first turns were asked, as {cause}."]
 
 
-def replay_answers(
-    options: JudgeOptions,
-    run: ComparedHead,
-    server: Server,
-    served_batches: list[ServedBatch],
-    prompts: dict[str, dict],
-) -> dict[str, Any]:
-    """The head of the server along its answers. prompts: what was asked, by id"""
-    drafter, depth = draft_as_engine(run.drafter, server.kind), options.decode.depth
-    sampling = options.decode.make_sampling()
-    return compare_with_replay(drafter, served_batches, prompts, sampling=sampling, depth=depth, seed=options.seed)
-
-
 # Measuring
 
 
 def measure_concurrency(tried: TriedServer, concurrency: int, rows: Resumable) -> dict[str, dict]:
-    """Asks all turns of the questions, so many requests at once. -> what was asked, by the prompts' ids"""
+    """Asks all turns of the questions, `concurrency` requests at once.
+
+    Returns the part of each request's body that holds the prompt, by the prompt's id.
+    """
     prompts: dict[str, dict] = {}
     for turn in range(tried.requests.question_set.num_turns):
         requests = tried.requests.make_requests(turn, read_ids(rows.rows, concurrency))
@@ -119,100 +117,98 @@ def measure_concurrency(tried: TriedServer, concurrency: int, rows: Resumable) -
 
 
 def read_ids(rows: list[dict], concurrency: int) -> dict[str, list[int] | None]:
-    """Token ids of the plain answers of a level, or of the drafted ones where nothing answers plainly, by the prompt's id."""
-    answered = [row.get("plain") or row["drafted"] for row in rows if row["requests"] == concurrency]
-    return {answer["prompt"]: answer["ids"] for turn in answered for answer in turn["answers"]}
+    """Token ids of answers by the prompt's id: of plain answers, or of drafted ones where nothing answers plainly."""
+    batches = [row.get("plain") or row["drafted"] for row in rows if row["requests"] == concurrency]
+    return {answer["prompt"]: answer["ids"] for batch in batches for answer in batch["answers"]}
 
 
 def measure_missing(
     servers: dict[str, Server | None], requests: list[Request], concurrency: int, turn: int, rows: Resumable
 ) -> None:
-    """Sends the groups of requests that have no row to each of the servers, after a warm-up.
+    """Sends the batches of requests that have no row to each of the servers, after a warm-up.
 
-    Requests are repeated where there are fewer than `level`. wave: the turn of the questions
+    requests: repeated where there are fewer than `concurrency`; turn: number of the questions' turn, from 0
     """
     repeated = list(itertools.islice(itertools.cycle(requests), max(len(requests), concurrency)))
     key = {"requests": concurrency, "wave": turn}
-    measured = {row["turn"] for row in rows.rows if key.items() <= row.items()}
-    missing = [pair for pair in enumerate(split_prompts(repeated, concurrency)) if pair[0] not in measured]
+    missing = list_missing_batches(repeated, key, rows.rows)
     if not missing:
         return
+    label = f"{concurrency} requests at once"
     with contextlib.ExitStack() as stack:
         connections = {
             name: stack.enter_context(server.open(concurrency)) for name, server in servers.items() if server
         }
         for connection in connections.values():
             connection.send_requests(repeated[:concurrency], max_tokens=WARM_UP_TOKENS)
-        label = f"{concurrency} requests at once"
-        for batch_number, group in progress.track_items(
-            missing, label, unit="requests", size=lambda pair: len(pair[1])
-        ):
-            order = sorted(connections, reverse=batch_number % 2 == 1)
-            batches_by_server = {name: asdict(connections[name].send_requests(group)) for name in order}
-            rows.append({**key, "turn": batch_number, **batches_by_server})
+        for number, batch in progress.track_items(missing, label, unit="requests", size=lambda pair: len(pair[1])):
+            order = sorted(connections, reverse=number % 2 == 1)
+            answered = {name: asdict(connections[name].send_requests(batch)) for name in order}
+            rows.append({**key, "turn": number, **answered})
         num_repeated = sum(connection.client.repeated for connection in connections.values())
-        if num_repeated:
-            progress.print_note(f"{label}: {num_repeated} were sent again, as their answers were lost or bad.")
+    if num_repeated:
+        progress.print_note(f"{label}: {num_repeated} were sent again, as their answers were lost or bad.")
+
+
+def list_missing_batches(requests: list[Request], key: dict[str, int], rows: list[dict]) -> list[tuple[int, list]]:
+    """(number, requests) of each batch without a row. key: concurrency and turn, as rows have them"""
+    measured = {row["turn"] for row in rows if key.items() <= row.items()}
+    return [pair for pair in enumerate(split_prompts(requests, key["requests"])) if pair[0] not in measured]
 
 
 # Figures
 
 
 def read_batch_pairs(rows: list[dict], concurrency: int) -> list[tuple[ServedBatch, ServedBatch | None]]:
-    """The turns of a level, with drafts and plain."""
-    concurrency_rows = sorted(
-        (row for row in rows if row["requests"] == concurrency), key=lambda row: (row["wave"], row["turn"])
-    )
+    """The batches of a concurrency in order, with drafts and without."""
     pairs = []
-    for row in concurrency_rows:
-        baseline = ServedBatch.from_row(row["plain"]) if "plain" in row else None
-        pairs.append((ServedBatch.from_row(row["drafted"]), baseline))
+    for row in sorted(rows, key=lambda row: (row["wave"], row["turn"])):
+        if row["requests"] == concurrency:
+            baseline = ServedBatch.from_row(row["plain"]) if "plain" in row else None
+            pairs.append((ServedBatch.from_row(row["drafted"]), baseline))
     return pairs
 
 
 def summarise_pairs(pairs: list[tuple[ServedBatch, ServedBatch | None]], seed: int) -> dict[str, Any]:
-    """The figures of a level. Raises ValueError where nothing was answered."""
-    drafted = [turn for turn, _ in pairs]
-    compared = [(turn, baseline) for turn, baseline in pairs if baseline is not None]
-    baseline_batches = [plain for _, plain in compared]
-    failed = [failure for turn in drafted + baseline_batches for failure in turn.failed]
-    for served_batches in (drafted, baseline_batches):
-        if served_batches and not any(turn.answers for turn in served_batches):
+    """The figures of a concurrency. Raises ValueError where nothing was answered."""
+    compared = [(drafted, baseline) for drafted, baseline in pairs if baseline is not None]
+    drafted = [batch for batch, _ in pairs]
+    baseline = [batch for _, batch in compared]
+    batches = drafted + baseline
+    failed = [failure for batch in batches for failure in batch.failed]
+    for batches_of_server in (drafted, baseline):
+        if batches_of_server and not referee.list_answers(batches_of_server):
             raise ValueError(f"None of the requests was answered. {failed[0]['error']}")
     figures = {
-        "answers": sum(len(turn.answers) for turn in drafted),
+        "answers": len(referee.list_answers(drafted)),
         "failed": failed,
-        "tokens_of_others": sum(turn.foreign_tokens for turn in drafted + baseline_batches),
+        "tokens_of_others": sum(batch.foreign_tokens for batch in batches),
         **referee.summarise_drafts(drafted, seed),
         "drafted": referee.summarise_speed(drafted, seed),
         "plain": None,
     }
     if compared:
-        figures |= {
-            "plain": referee.summarise_speed(baseline_batches, seed),
-            **referee.summarise_speedup(compared, seed),
-        }
+        figures |= {"plain": referee.summarise_speed(baseline, seed), **referee.summarise_speedup(compared, seed)}
     return figures
 
 
-def count_answers(question_set: QuestionSet, served_batches: Sequence[ServedBatch]) -> list[AnswerCounts]:
-    """What other countings need; nothing where the server does not say enough."""
-    question_of = {
+def count_answers(question_set: QuestionSet, batches: Sequence[ServedBatch]) -> list[AnswerCounts]:
+    """The counts that other ways of counting need; none where the server does not say enough."""
+    question_ids = {
         name_request(question, turn): question.id
         for question in question_set.questions
         for turn in range(len(question.turns))
     }
-    answers = [answer for turn in served_batches for answer in turn.answers]
     answer_counts = []
-    for answer, count in zip(answers, referee.count_answers(served_batches) or ()):
+    for answer, count in zip(referee.list_answers(batches), referee.count_answers(batches) or ()):
         end = classify_end(answer.ended, answer.sizes[-1] == 1)
         accepted, rounds = round(count.num_emitted - count.num_rounds), round(count.num_rounds)
-        answer_counts.append(AnswerCounts(answer.prompt, question_of[answer.prompt], accepted, rounds, end))
+        answer_counts.append(AnswerCounts(answer.prompt, question_ids[answer.prompt], accepted, rounds, end))
     return answer_counts
 
 
 def make_entry(figures: dict[str, Any], counts: list[AnswerCounts], sampling: Sampling) -> Entry:
-    """The figures of a level as a row of results."""
+    """The figures of a concurrency as a row of results."""
     drafted, baseline = figures["drafted"], figures["plain"] or {}
     report = Report(
         sampling.temperature,
@@ -240,12 +236,15 @@ def make_entry(figures: dict[str, Any], counts: list[AnswerCounts], sampling: Sa
 
 
 def list_remarks(figures: dict[str, Any], *, greedy: bool) -> Iterator[str]:
-    """What limits the figures of a level."""
+    """Sentences on what limits the figures of a concurrency, and the verdict of the replay."""
     failed, foreign_tokens = figures["failed"], figures["tokens_of_others"]
     if failed:
         yield f"{len(failed)} requests failed, first prompt {failed[0]['prompt']}: {failed[0]['error']}"
     if foreign_tokens:
-        yield f"the server generated {foreign_tokens} tokens for others, or for requests that were sent again: its counters then do not count."
+        yield (
+            f"the server generated {foreign_tokens} tokens for others, or for requests that were sent again: its "
+            "counters then do not count."
+        )
     if max(speeds["busy"] for speeds in (figures["drafted"], figures["plain"]) if speeds) > MAX_CLIENT_SHARE:
         yield "this client was busy most of the time, so speeds may be its own: measure from another machine."
     if greedy and figures.get("compared_answers"):

@@ -1,24 +1,27 @@
-"""What running servers say about their drafts, in this project's terms, and the figures of a server under load.
+"""The counts that servers give of their drafts, in this project's terms, and the figures of a server under load.
 
-tau is report.TAU: T tokens of an answer in R rounds are T - 1 emitted ones, as the first token is the prompt's own. Servers count in
-other ways, and this is the only place that converts them:
+tau is report.TAU: T tokens of an answer in R rounds are T - 1 emitted ones, as the first token is the prompt's own.
+Servers count in other ways, and this is the only place that converts them:
 
     this server   usage.speculation: all rounds
-    SGLang        sglext.spec_tokens_details: spec_verify_ct is all rounds; its accept length also counts the first token
-    vLLM          metrics.speculative_decoding of an answer, vllm:spec_decode_* in /metrics: rounds that had drafts, and accepted
-                  drafts. Its acceptance length leaves out rounds without drafts
+    SGLang        sglext.spec_tokens_details: spec_verify_ct is all rounds. Its accept length counts the first
+                  token, too.
+    vLLM          metrics.speculative_decoding of an answer, vllm:spec_decode_* in /metrics: rounds that had drafts, and
+                  accepted drafts. Its acceptance length leaves out rounds without drafts.
     llama.cpp     timings.draft_n_accepted of an answer, llamacpp:spec_decode_* in /metrics: as vLLM
 
-The last two give R as the larger of the rounds with drafts and of T - 1 - accepted. This is exact where every round has drafts, and
-where no draft is accepted behind the end of an answer; else it is too small by at most the last round of an answer.
+For the last two, R is the larger of the rounds with drafts and of T - 1 - accepted. This is exact where every round
+has drafts and no draft is accepted behind the end of an answer. Otherwise it is too small by at most one round of an
+answer.
 """
 
+import collections
 import itertools
 import math
 import re
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -26,17 +29,21 @@ from torch import Tensor
 from specdec.measuring import report as figures
 from specdec.measuring.report import PromptCounts
 
-MIN_BATCHES = 4  # turns, for an interval over them
+MIN_BATCHES = 4  # batches below which no interval over batches is given: a bootstrap over fewer says little
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 COUNTER = re.compile(r'(?m)^(?:vllm|llamacpp):(\w+?)(?:_total)?(?:\{(?:.*\bposition="(\d+)")?.*\})? ([\d.eE+]+)$')
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """What a server says about the drafts of one answer, or of several.
+    """The drafts of one answer, or of several, by the server's own counts.
 
-    rounds: all of them; None: it is not said. drafting: those that had drafts; by_position: those that accepted at least 1, 2, .. drafts
-    longest: drafts of a round; steps: accepted drafts of each round of one answer, in order
+    accepted, drafted: drafts
+    rounds: all rounds; None where the server does not say
+    drafting: rounds that had drafts
+    by_position: rounds that accepted at least 1, 2, .. drafts
+    longest: most drafts of a round
+    steps: accepted drafts of each round of one answer, in order
     """
 
     accepted: int
@@ -48,91 +55,98 @@ class Speculation:
     steps: list[int] | None = None
 
     def count_rounds(self, emitted: int) -> int:
-        """emitted: tokens without the first ones of answers"""
+        """The number of rounds. emitted: tokens without the first ones of answers"""
         return max(self.drafting, emitted - self.accepted) if self.rounds is None else self.rounds
 
 
 def read_answer(events: Sequence[dict]) -> Speculation | None:
-    """What the documents of one answer say; None: nothing."""
-    rounds_of_stream = [
-        event["round"] for event in events if event.get("round") and event["round"]["drafted"] is not None
-    ]
-    count_reached = lambda histogram: [sum(histogram[least:]) for least in range(1, len(histogram))]
+    """The counts in the documents of one answer; None without any. Raises KeyError for counts of another form."""
     for event in reversed(events):
-        if server_counts := (event.get("usage") or {}).get("speculation"):
-            longest, steps = (
-                max((round_["drafted"] for round_ in rounds_of_stream), default=None),
-                [one["accepted"] for one in rounds_of_stream],
-            )
-            positions, rounds = server_counts["accepted_by_position"], server_counts["rounds"]
-            return Speculation(
-                server_counts["accepted"], server_counts["drafted"], rounds, 0, positions, longest, steps or None
-            )
-        if server_counts := (event.get("metrics") or {}).get("speculative_decoding"):
-            positions, steps = (
-                count_reached(server_counts["acceptance_histogram"]),
-                server_counts.get("per_step_accepted"),
-            )
-            counts = (
-                server_counts["num_accepted_draft_tokens"],
-                server_counts["num_draft_tokens"],
-                None,
-                server_counts["num_spec_steps"],
-            )
-            return Speculation(*counts, positions, server_counts["num_spec_tokens"], steps)
-        if server_counts := (event.get("sglext") or {}).get("spec_tokens_details"):
-            drafted, rounds = server_counts["spec_num_proposed_drafts"], server_counts["spec_verify_ct"]
-            positions, longest = (
-                count_reached(server_counts["spec_correct_drafts_histogram"]),
-                drafted // max(1, rounds),
-            )
-            return Speculation(server_counts["spec_num_correct_drafts"], drafted, rounds, 0, positions, longest)
-        if "predicted_n" in (server_counts := event.get("timings") or {}):
-            return Speculation(server_counts.get("draft_n_accepted", 0), server_counts.get("draft_n", 0))
+        counts = (event.get("usage") or {}).get("speculation")
+        if counts:
+            return read_own_counts(counts, events)
+        counts = (event.get("metrics") or {}).get("speculative_decoding")
+        if counts:
+            totals = counts["num_accepted_draft_tokens"], counts["num_draft_tokens"], None, counts["num_spec_steps"]
+            positions = count_positions(counts["acceptance_histogram"])
+            return Speculation(*totals, positions, counts["num_spec_tokens"], counts.get("per_step_accepted"))
+        counts = (event.get("sglext") or {}).get("spec_tokens_details")
+        if counts:
+            drafted, rounds = counts["spec_num_proposed_drafts"], counts["spec_verify_ct"]
+            positions = count_positions(counts["spec_correct_drafts_histogram"])
+            longest = drafted // max(1, rounds)
+            return Speculation(counts["spec_num_correct_drafts"], drafted, rounds, 0, positions, longest)
+        counts = event.get("timings") or {}
+        if "predicted_n" in counts:
+            return Speculation(counts.get("draft_n_accepted", 0), counts.get("draft_n", 0))
     return None
+
+
+def read_own_counts(counts: dict, events: Sequence[dict]) -> Speculation:
+    """The counts of this project's server. counts: `usage.speculation`; events: documents, which may have each round"""
+    rounds = [event["round"] for event in events if event.get("round")]
+    rounds = [round_ for round_ in rounds if round_["drafted"] is not None]
+    longest = max((round_["drafted"] for round_ in rounds), default=None)
+    steps = [round_["accepted"] for round_ in rounds] or None
+    positions = counts["accepted_by_position"]
+    return Speculation(counts["accepted"], counts["drafted"], counts["rounds"], 0, positions, longest, steps)
+
+
+def count_positions(histogram: list[int]) -> list[int]:
+    """Rounds that accepted at least 1, 2, .. drafts. histogram: rounds that accepted exactly 0, 1, .. drafts"""
+    return [sum(histogram[least:]) for least in range(1, len(histogram))]
 
 
 @dataclass(frozen=True)
 class Counters:
-    """A server's counters since its start. tokens: of all answers; drafts: COUNTERS, None: it does not draft"""
+    """A server's counters since its start.
+
+    tokens: generated tokens; drafts: values of COUNTERS, None where it does not draft
+    by_position: rounds that accepted at least 1, 2, .. drafts
+    """
 
     tokens: int
     drafts: list[int] | None
     by_position: list[int]
 
     def subtract(self, earlier: "Counters") -> tuple[int, Speculation | None]:
-        """-> tokens that were generated since then, and what became of drafts"""
+        """Tokens generated since the earlier counters, and the counts of drafts."""
+        tokens = self.tokens - earlier.tokens
         if self.drafts is None or earlier.drafts is None:
-            return self.tokens - earlier.tokens, None
-        drafting, drafted, accepted = (current - previous for current, previous in zip(self.drafts, earlier.drafts))
-        pairs = itertools.zip_longest(
-            self.by_position, earlier.by_position, fillvalue=0
-        )  # some positions may come later
-        positions = [current - previous for current, previous in pairs] or None
-        speculation = Speculation(accepted, drafted, None, drafting, positions, positions and len(positions))
-        return self.tokens - earlier.tokens, speculation
+            return tokens, None
+        drafting, drafted, accepted = subtract_all(self.drafts, earlier.drafts)
+        positions = subtract_all(self.by_position, earlier.by_position) or None
+        return tokens, Speculation(accepted, drafted, None, drafting, positions, positions and len(positions))
+
+
+def subtract_all(current: Sequence[int], earlier: Sequence[int]) -> list[int]:
+    """The differences; missing numbers are 0, as some positions may come later."""
+    return [after - before for after, before in itertools.zip_longest(current, earlier, fillvalue=0)]
 
 
 def parse_counters(text: str) -> Counters | None:
-    """Counters of vLLM or llama.cpp in Prometheus' form, summed over engines; None: there are none."""
-    values: dict[tuple[str, int], int] = {}
+    """Counters of vLLM or llama.cpp in Prometheus' form, summed over engines; None without any."""
+    values = collections.Counter[tuple[str, int]]()
     for name, position, value in COUNTER.findall(text):
-        key = name.removeprefix("spec_decode_"), int(position or 0)
-        values[key] = values.get(key, 0) + round(float(value))
+        values[name.removeprefix("spec_decode_"), int(position or 0)] += round(float(value))
     tokens = values.get(("generation_tokens", 0), values.get(("tokens_predicted", 0)))
     if tokens is None:
         return None
-    drafts = [values[name, 0] for name in COUNTERS] if all((name, 0) in values for name in COUNTERS) else None
+    drafts = [values[name, 0] for name in COUNTERS if (name, 0) in values]
     positions = sorted(key for key in values if key[0] == "num_accepted_tokens_per_pos")
-    return Counters(tokens, drafts, [values[key] for key in positions])
+    return Counters(tokens, drafts if len(drafts) == len(COUNTERS) else None, [values[key] for key in positions])
 
 
 @dataclass(frozen=True)
 class ServedAnswer:
     """An answer, as a client sees it.
 
-    first, last: seconds from the request to its first and to its last token; sizes: tokens of each event of the stream
-    ids: all of them; None: the server does not give ids
+    prompt: id of the prompt; tokens: number of tokens
+    first, last: seconds from the request to the first and to the last token
+    ids: token ids; None where the server gives none
+    sizes: tokens of each event of the stream
+    server_counts: the server's own counts of its drafts
+    ended: whether it ended by itself, not by the limit of tokens
     """
 
     prompt: str
@@ -141,8 +155,8 @@ class ServedAnswer:
     last: float
     ids: list[int] | None
     sizes: list[int]
-    said: Speculation | None
-    ended: bool = False  # by itself, not by the limit of tokens
+    server_counts: Speculation | None
+    ended: bool = False
 
     @property
     def rate(self) -> float:
@@ -154,8 +168,11 @@ class ServedAnswer:
 class ServedBatch:
     """Answers to requests that ran together.
 
-    failed: prompt and error; seconds: of all; busy: the share of them that this process computed
-    generated: tokens by the server's own count; counted: its counters of drafts
+    failed: {prompt, error} of each failed request
+    seconds: wall time of the batch
+    busy: share of that time in which this process computed
+    generated: tokens by the server's own count
+    server_counts: counts of drafts by the server's counters
     """
 
     answers: list[ServedAnswer]
@@ -163,7 +180,7 @@ class ServedBatch:
     seconds: float
     busy: float
     generated: int | None
-    counted: Speculation | None
+    server_counts: Speculation | None
 
     @property
     def tokens(self) -> int:
@@ -175,146 +192,176 @@ class ServedBatch:
         return 0 if self.generated is None else self.generated - self.tokens
 
     @property
-    def drafts(self) -> bool | None:
-        """Whether the server drafted; None: it does not say."""
-        server_counts = [
-            counts for counts in (self.counted, *(answer.said for answer in self.answers)) if counts is not None
+    def draft_counts(self) -> list[Speculation]:
+        """The server's counts of the batch and of its answers, as far as it gives them."""
+        return [
+            counts
+            for counts in (self.server_counts, *(answer.server_counts for answer in self.answers))
+            if counts is not None
         ]
-        return any(each.drafted for each in server_counts) if server_counts or self.generated is not None else None
+
+    @property
+    def drafts(self) -> bool | None:
+        """Whether the server drafted; None where it does not say."""
+        if not self.draft_counts and self.generated is None:
+            return None
+        return any(counts.drafted for counts in self.draft_counts)
 
     @classmethod
     def from_row(cls, row: dict) -> "ServedBatch":
         """The inverse of dataclasses.asdict."""
-        read_speculation = lambda counts: counts and Speculation(**counts)
-        answers = [ServedAnswer(**{**each, "said": read_speculation(each["said"])}) for each in row["answers"]]
-        return cls(**{**row, "answers": answers, "counted": read_speculation(row["counted"])})
+        answers = [
+            ServedAnswer(**answer | {"server_counts": read_counts(answer["server_counts"])})
+            for answer in row["answers"]
+        ]
+        return cls(**row | {"answers": answers, "server_counts": read_counts(row["server_counts"])})
+
+
+def read_counts(row: dict | None) -> Speculation | None:
+    return None if row is None else Speculation(**row)
 
 
 # Figures
 
 
-def count_answers(served_batches: Sequence[ServedBatch]) -> list[PromptCounts] | None:
-    """What tau of each answer is made of; None where a server does not say enough.
+def list_answers(batches: Sequence[ServedBatch]) -> list[ServedAnswer]:
+    """The answers of all batches, in order."""
+    return [answer for batch in batches for answer in batch.answers]
 
-    Without counts of answers, those of the stream count where they are right in sum: a server that sends an event for each
-    round then agrees with its own counters.
+
+def count_answers(batches: Sequence[ServedBatch]) -> list[PromptCounts] | None:
+    """The rounds and emitted tokens of each answer; None where a server does not say enough.
+
+    Without counts of answers, the events of the stream are taken as rounds if their sum is right. A server that sends
+    an event for each round then agrees with its own counters.
     """
-    answers = [answer for turn in served_batches for answer in turn.answers]
-    rounds = [answer.said.count_rounds(answer.tokens - 1) for answer in answers if answer.said]
+    answers = list_answers(batches)
+    rounds = [answer.server_counts.count_rounds(answer.tokens - 1) for answer in answers if answer.server_counts]
     if len(rounds) < len(answers):
         rounds = [len(answer.sizes) - 1 for answer in answers]
-        if (
-            any(turn.counted is None or turn.foreign_tokens for turn in served_batches)
-            or sum(rounds) != _count_batches(served_batches)[0]
-        ):
+        if any(batch.server_counts is None or batch.foreign_tokens for batch in batches):
+            return None
+        if sum(rounds) != count_batches(batches)[0]:
             return None
     return [PromptCounts(num, answer.tokens - 1) for num, answer in zip(rounds, answers)]
 
 
-def merge_counts(prompts: Sequence[str], counts: Sequence[PromptCounts]) -> list[PromptCounts]:
-    """The counts of each prompt, which may have been answered several times: intervals are over prompts."""
-    counts_by_prompt: dict[str, list[PromptCounts]] = {}
-    for prompt, count in zip(prompts, counts, strict=True):
-        counts_by_prompt.setdefault(prompt, []).append(count)
-    sum_field = lambda counts_of_prompt, name: sum(getattr(answer_count, name) for answer_count in counts_of_prompt)
-    return [
-        PromptCounts(sum_field(counts_of_prompt, "num_rounds"), sum_field(counts_of_prompt, "num_emitted"))
-        for counts_of_prompt in counts_by_prompt.values()
-    ]
+def merge_counts(keys: Sequence[str], counts: Sequence[PromptCounts]) -> list[PromptCounts]:
+    """The sums of the counts with equal keys, in the order of the keys.
+
+    Answers to one prompt, or of one conversation, are alike, so intervals are over these.
+    """
+    totals: dict[str, PromptCounts] = {}
+    for key, count in zip(keys, counts, strict=True):
+        total = totals.get(key, PromptCounts(0, 0))
+        totals[key] = PromptCounts(total.num_rounds + count.num_rounds, total.num_emitted + count.num_emitted)
+    return list(totals.values())
 
 
-def _count_batches(served_batches: Sequence[ServedBatch]) -> tuple[int, int]:
-    """Rounds and emitted tokens by the counters of turns in which nobody else was served."""
+def count_batches(batches: Sequence[ServedBatch]) -> tuple[int, int]:
+    """Rounds and emitted tokens by the counters of batches in which nobody else was served."""
     clean = [
-        (turn.counted, turn.tokens - len(turn.answers))
-        for turn in served_batches
-        if turn.counted and not turn.foreign_tokens
+        (batch.server_counts, batch.tokens - len(batch.answers))
+        for batch in batches
+        if batch.server_counts and not batch.foreign_tokens
     ]
     return sum(counted.count_rounds(emitted) for counted, emitted in clean), sum(emitted for _, emitted in clean)
 
 
-def summarise_drafts(served_batches: Sequence[ServedBatch], seed: int) -> dict[str, Any]:
-    """tau, its interval, rounds, and survival and acceptance by position; tau is None where the server does not say enough."""
-    counts, prompts = (
-        count_answers(served_batches),
-        [answer.prompt for turn in served_batches for answer in turn.answers],
-    )
-    rounds, emitted = _count_batches(served_batches)
+def summarise_drafts(batches: Sequence[ServedBatch], seed: int) -> dict[str, Any]:
+    """Rounds, tau, its interval, survival and acceptance by position; tau is None where a server says too little."""
+    counts = count_answers(batches)
+    rounds, emitted = count_batches(batches)
+    tau_ci = None
     if counts:
-        rounds = int(sum(count.num_rounds for count in counts))
-        emitted = int(sum(count.num_emitted for count in counts))
-    survival = [num / rounds for num in _count_accepted_positions(served_batches, bool(counts))] if rounds else []
+        rounds, emitted = (int(sum(numbers)) for numbers in zip(*map(astuple, counts)))
+        merged = merge_counts([answer.prompt for answer in list_answers(batches)], counts)
+        tau_ci = figures.bootstrap_interval(merged, figures.compute_tau, seed) if rounds else None
+    survival = [num / rounds for num in count_accepted_positions(batches, bool(counts))] if rounds else []
     return {
         "rounds": rounds,
         "tau": emitted / rounds if rounds else None,
-        "tau_ci": figures.bootstrap_interval(merge_counts(prompts, counts), figures.compute_tau, seed)
-        if counts and rounds
-        else None,
+        "tau_ci": tau_ci,
         "survival": survival,
-        "acceptance": [now / before if before else None for now, before in zip(survival, [1.0, *survival])],
+        "acceptance": [after / before if before else None for after, before in zip(survival, [1.0, *survival])],
     }
 
 
-def _count_accepted_positions(served_batches: Sequence[ServedBatch], counted_answers: bool) -> list[int]:
-    """Rounds that accept at least 1, 2, .. drafts, over the same turns as the rounds. counted_answers: of `count_answers`"""
-    positions = [answer.said and answer.said.by_position for turn in served_batches for answer in turn.answers]
-    if any(each is None for each in positions):
-        clean = [turn for turn in served_batches if not turn.foreign_tokens]
-        comparable = not counted_answers or len(clean) == len(served_batches)
-        positions = [turn.counted and turn.counted.by_position for turn in clean] if comparable else []
-    known_positions = [each for each in positions if each]
-    return [sum(column) for column in itertools.zip_longest(*known_positions, fillvalue=0)]
+def count_accepted_positions(batches: Sequence[ServedBatch], counted_answers: bool) -> list[int]:
+    """Rounds that accepted at least 1, 2, .. drafts, over the same batches as the rounds.
+
+    counted_answers: whether `count_answers` gave counts
+    """
+    positions = [find_positions(answer.server_counts) for answer in list_answers(batches)]
+    if any(rounds is None for rounds in positions):
+        clean = [batch for batch in batches if not batch.foreign_tokens]
+        comparable = not counted_answers or len(clean) == len(batches)
+        positions = [find_positions(batch.server_counts) for batch in clean] if comparable else []
+    return sum_columns(positions)
 
 
-def summarise_speed(served_batches: Sequence[ServedBatch], seed: int) -> dict[str, Any]:
+def find_positions(counts: Speculation | None) -> list[int] | None:
+    return counts.by_position if counts else None
+
+
+def sum_columns(rows: Iterable[list[int] | None]) -> list[int]:
+    """The sums of the first, second, .. numbers of all rows, which may have different lengths."""
+    numbers = [row for row in rows if row]
+    return [sum(column) for column in itertools.zip_longest(*numbers, fillvalue=0)]
+
+
+def find_interval(
+    items: Sequence, statistic: Callable[[list], float], seed: int, fewest: int = 1
+) -> list[float] | None:
+    """The 95 % interval of a statistic over the items; None for fewer than `fewest` items."""
+    return figures.bootstrap_interval(items, statistic, seed) if len(items) >= fewest else None
+
+
+def summarise_speed(batches: Sequence[ServedBatch], seed: int) -> dict[str, Any]:
     """Tokens/s of a user (median over answers) and of all together, and seconds to the first token; with intervals."""
-    answers = [answer for turn in served_batches for answer in turn.answers]
-    find_median_rate = lambda sample: statistics.median([answer.rate for answer in sample])
-    timed = [answer for answer in answers if not math.isnan(answer.rate)]
+    answers = list_answers(batches)
+    rates = [answer.rate for answer in answers if not math.isnan(answer.rate)]
     return {
-        "tokens_per_second_of_a_user": find_median_rate(timed) if timed else None,
-        "tokens_per_second_of_a_user_ci": figures.bootstrap_interval(timed, find_median_rate, seed) if timed else None,
-        "tokens_per_second": _find_rate(served_batches),
-        "tokens_per_second_ci": figures.bootstrap_interval(served_batches, _find_rate, seed)
-        if len(served_batches) >= MIN_BATCHES
-        else None,
+        "tokens_per_second_of_a_user": statistics.median(rates) if rates else None,
+        "tokens_per_second_of_a_user_ci": find_interval(rates, statistics.median, seed),
+        "tokens_per_second": find_rate(batches),
+        "tokens_per_second_ci": find_interval(batches, find_rate, seed, MIN_BATCHES),
         "first_token_seconds": statistics.median(answer.first for answer in answers),
         "first_token_seconds_longest": max(answer.first for answer in answers),
-        "busy": max(turn.busy for turn in served_batches),
+        "busy": max(batch.busy for batch in batches),
     }
 
 
 def summarise_speedup(pairs: Sequence[tuple[ServedBatch, ServedBatch]], seed: int) -> dict[str, Any]:
-    """Turns with drafts beside the same requests without -> ratios of rates, and how many answers are the same."""
-    baseline = {answer.prompt: answer for _, turn in pairs for answer in turn.answers}
-    answer_pairs = [
-        (answer, baseline[answer.prompt]) for turn, _ in pairs for answer in turn.answers if answer.prompt in baseline
-    ]
-    ratios = [
-        drafted.rate / baseline_answer.rate
-        for drafted, baseline_answer in answer_pairs
-        if drafted.rate > 0 and baseline_answer.rate > 0
-    ]
-    find_ratio = lambda sample: (
-        _find_rate([drafted for drafted, _ in sample]) / _find_rate([baseline_batch for _, baseline_batch in sample])
-    )
-    with_ids = [
-        (drafted.ids, baseline_answer.ids)
-        for drafted, baseline_answer in answer_pairs
-        if drafted.ids and baseline_answer.ids
-    ]
+    """The ratios of rates with drafts and without, and the number of equal answers.
+
+    pairs: batches with drafts, each beside the same requests without
+    """
+    drafted_batches, baseline_batches = zip(*pairs)
+    baseline = {answer.prompt: answer for answer in list_answers(baseline_batches)}
+    matched = [(answer, baseline.get(answer.prompt)) for answer in list_answers(drafted_batches)]
+    answer_pairs = [(drafted, plain) for drafted, plain in matched if plain]
+    ratios = [drafted.rate / plain.rate for drafted, plain in answer_pairs if drafted.rate > 0 and plain.rate > 0]
+    same = [drafted.ids == plain.ids for drafted, plain in answer_pairs if drafted.ids and plain.ids]
     return {
         "speedup_of_a_user": statistics.median(ratios) if ratios else None,
-        "speedup_of_a_user_ci": figures.bootstrap_interval(ratios, statistics.median, seed) if ratios else None,
-        "speedup": find_ratio(pairs),
-        "speedup_ci": figures.bootstrap_interval(pairs, find_ratio, seed) if len(pairs) >= MIN_BATCHES else None,
-        "same_answers": sum(drafted_ids == baseline_ids for drafted_ids, baseline_ids in with_ids),
-        "compared_answers": len(with_ids),
+        "speedup_of_a_user_ci": find_interval(ratios, statistics.median, seed),
+        "speedup": find_rate_ratio(pairs),
+        "speedup_ci": find_interval(pairs, find_rate_ratio, seed, MIN_BATCHES),
+        "same_answers": sum(same),
+        "compared_answers": len(same),
     }
 
 
-def _find_rate(served_batches: Sequence[ServedBatch]) -> float:
-    return sum(turn.tokens for turn in served_batches) / sum(turn.seconds for turn in served_batches)
+def find_rate(batches: Sequence[ServedBatch]) -> float:
+    """Tokens/s of all requests together."""
+    return sum(batch.tokens for batch in batches) / sum(batch.seconds for batch in batches)
+
+
+def find_rate_ratio(pairs: Sequence[tuple[ServedBatch, ServedBatch]]) -> float:
+    """Tokens/s with drafts over tokens/s without."""
+    drafted, baseline = zip(*pairs)
+    return find_rate(drafted) / find_rate(baseline)
 
 
 # Beside what is replayed
@@ -322,7 +369,8 @@ def _find_rate(served_batches: Sequence[ServedBatch]) -> float:
 
 def count_greedy_rounds(accept: Tensor) -> list[int]:
     """The accepted drafts of each round of a greedy answer. accept: [K, n] of unroll/replay.py, each 0 or 1"""
-    (depth, num), right = accept.shape, accept.tolist()
+    depth, num = accept.shape
+    right = accept.tolist()
     start, accepted_by_round = 1, []
     while start < num:
         max_drafts = min(depth, num - 1 - start)  # the last token is the target's own
@@ -332,11 +380,15 @@ def count_greedy_rounds(accept: Tensor) -> list[int]:
 
 
 def find_first_difference(served: Sequence[int], replayed: Sequence[int], num: int) -> tuple[int, int] | None:
-    """Accepted drafts of the rounds of a greedy answer of `num` tokens -> the first round where they differ, and the place in the
-    answer of the draft that was accepted only once; None: they are the same. What lies behind the end is left out."""
+    """The first round in which two counts of accepted drafts differ, and the token of the draft that was accepted once.
+
+    served, replayed: accepted drafts of each round of a greedy answer; num: tokens of the answer
+    None where the rounds are equal. Drafts behind the end of the answer are left out.
+    """
     start = 1
     for number, (served_drafts, replayed_drafts) in enumerate(zip(served, replayed)):
-        if served_drafts != replayed_drafts and start + min(served_drafts, replayed_drafts) + 1 < num:
-            return number, start + min(served_drafts, replayed_drafts)
+        accepted = min(served_drafts, replayed_drafts)
+        if served_drafts != replayed_drafts and start + accepted + 1 < num:
+            return number, start + accepted
         start += replayed_drafts + 1
     return None

@@ -1,4 +1,4 @@
-"""A running server: its model, its answers to several requests at once, and whether it can also answer without drafts."""
+"""A running server: its model, its answers to several requests at once, and its answers without drafts."""
 
 import contextlib
 import time
@@ -41,9 +41,9 @@ COUNTER_HINTS = {
     VLLM: "start it without --disable-log-stats, or with --per-request-spec-decode-metrics detailed",
     LLAMA_CPP: "start it with --metrics",
 }
-PATIENCE_RATIO = 3  # times `timeout=`, after which an unreachable server ends the command
-COUNTER_DELAY = 2.0  # seconds that counters may be behind an answer
-REFUSED_STATUSES = (400, 413, 422)  # of requests that do not fit, such as a turn that is too long
+PATIENCE_RATIO = 3  # an unreachable server ends the command after this many times `timeout=`
+COUNTER_DELAY = 2.0  # seconds for which the counters of a server are awaited after its answers
+REFUSED_STATUSES = (400, 413, 422)  # statuses of single requests that do not fit, such as a turn that is too long
 FREE = (
     "out",
     "batch",
@@ -57,7 +57,7 @@ Request = tuple[str, dict]  # the prompt's id, and the part of a request's body 
 
 
 class ServerOptions(MeasureOptions):
-    """A server, and what it is asked."""
+    """The server of a measurement, its requests, and how they are sampled."""
 
     engine: Text | None
     baseline: Text | None
@@ -68,7 +68,11 @@ class ServerOptions(MeasureOptions):
 
 @dataclass(frozen=True)
 class Server:
-    """A model of a server. kind: `owned_by` of the model; root: its folder, as far as is known; body: what its requests share"""
+    """A model of a server.
+
+    kind: `owned_by` of the model; root: its folder, "None" where the server does not say
+    body: fields that all requests share; timeout: seconds
+    """
 
     url: str
     model: str
@@ -80,7 +84,7 @@ class Server:
 
     @contextlib.contextmanager
     def open(self, in_flight: int = 1) -> Iterator["Connection"]:
-        """For up to so many requests at once."""
+        """A connection for up to `in_flight` requests at once."""
         minutes = self.timeout / 60
         limits: dict[str, Any] = {"in_flight": in_flight, "patience": PATIENCE_RATIO * minutes, "longest": minutes}
         with contextlib.closing(EngineClient(self.url, say=self.say, **limits)) as client:
@@ -93,6 +97,7 @@ class Connection:
     client: EngineClient
 
     def read_counters(self) -> Counters | None:
+        """The counters of /metrics; None where there are none."""
         for _ in range(2):  # the server may have closed a connection
             with contextlib.suppress(httpx.HTTPError):
                 answer = self.client.client.get(f"{self.client.urls[0]}/metrics")
@@ -100,8 +105,12 @@ class Connection:
         return None
 
     def send_requests(self, requests: Sequence[Request], **fields: Any) -> ServedBatch:
-        """The answers to all. fields: of the requests. Raises ValueError where none is answered, unless the server refused all."""
-        before, start, computed = self.read_counters(), time.perf_counter(), time.process_time()
+        """The answers to all requests, which are sent at once. fields: further fields of their bodies
+
+        Raises ValueError where none is answered, unless the server refused all of them.
+        """
+        before = self.read_counters()
+        start, computed = time.perf_counter(), time.process_time()
         futures = [self._submit(name, prompt | fields) for name, prompt in requests]
         answers, failed, unreachable = [], [], False
         for (name, _), future in zip(requests, futures):
@@ -121,16 +130,16 @@ class Connection:
         body = {"model": self.server.model, **self.server.body, **fields}
         return self.client.pool.submit(self.client.stream, path, body, lambda events: read_answer(name, events))
 
-    def _with_counters(self, served_batch: ServedBatch, before: Counters | None) -> ServedBatch:
-        """The turn with what the server counted, once its counters have all tokens of the answers."""
+    def _with_counters(self, batch: ServedBatch, before: Counters | None) -> ServedBatch:
+        """The batch with the server's counts, once its counters have all tokens of the answers."""
         deadline = time.monotonic() + COUNTER_DELAY
         while before and (after := self.read_counters()):
-            generated, server_counts = after.subtract(before)
-            served_batch = replace(served_batch, generated=generated, counted=server_counts)
-            if served_batch.foreign_tokens >= 0 or time.monotonic() > deadline:
+            generated, counts = after.subtract(before)
+            batch = replace(batch, generated=generated, server_counts=counts)
+            if batch.foreign_tokens >= 0 or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        return served_batch
+        return batch
 
 
 def read_answer(prompt: str, events: list[Event]) -> ServedAnswer:
@@ -151,7 +160,11 @@ def read_answer(prompt: str, events: list[Event]) -> ServedAnswer:
 
 @dataclass
 class AnswerStream:
-    """What the events of an answer say so far. sizes: token ids of each event that brings text; has_ids: whether all have them"""
+    """The content of the events of an answer so far.
+
+    sizes: token ids of each event with text; times: seconds of these events from the request on
+    has_ids: whether all of these events have token ids
+    """
 
     ids: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -161,18 +174,25 @@ class AnswerStream:
     num_tokens: int = 0
 
     def read(self, seconds: float, document: dict) -> None:
+        """Adds an event."""
         usage, verbose = document.get("usage") or {}, document.get("__verbose") or {}
         self.num_tokens = usage.get("completion_tokens") or self.num_tokens
         for choice in document.get("choices") or []:
-            delta = choice.get("delta") or {}
-            text = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
-            ids = choice.get("token_ids", verbose.get("tokens"))
             self.finish = choice.get("finish_reason") or self.finish
-            if ids or text:
-                self.times.append(seconds)
-                self.sizes.append(len(ids or ()))
-                self.ids += ids or ()
-                self.has_ids &= ids is not None
+            self._add_tokens(seconds, find_text(choice), choice.get("token_ids", verbose.get("tokens")))
+
+    def _add_tokens(self, seconds: float, text: str | None, ids: list[int] | None) -> None:
+        if ids or text:
+            self.times.append(seconds)
+            self.sizes.append(len(ids or ()))
+            self.ids += ids or ()
+            self.has_ids &= ids is not None
+
+
+def find_text(choice: dict) -> str | None:
+    """The text of a choice in a stream of completions or of a chat."""
+    delta = choice.get("delta") or {}
+    return choice.get("text") or delta.get("content") or delta.get("reasoning_content")
 
 
 # Questions as requests
@@ -180,13 +200,16 @@ class AnswerStream:
 
 @dataclass(frozen=True)
 class Requests:
-    """The questions as a server gets them: token ids where the target's tokenizer is here, else messages, which the server encodes."""
+    """The questions as a server gets them.
+
+    They are token ids where the target's tokenizer is here, and else messages, which the server encodes.
+    """
 
     question_set: QuestionSet
     tokenizer: PreTrainedTokenizerBase | None
 
     def make_requests(self, turn: int, ids_by_prompt: dict[str, list[int] | None]) -> list[Request]:
-        """The requests of one turn, of the questions whose earlier turns have answers. ids_by_prompt: token ids of answers"""
+        """The requests of one turn of the questions whose earlier turns have answers. ids_by_prompt: ids of answers"""
         requests = []
         for question in self.question_set.questions:
             earlier = [ids_by_prompt.get(name_request(question, number)) for number in range(turn)]
@@ -197,7 +220,7 @@ class Requests:
         return requests
 
     def _encode(self, question: Question, turn: int, answers: list[list[int]]) -> dict | None:
-        """None for a later turn that cannot be encoded here."""
+        """The part of a request's body with the prompt; None for a later turn that cannot be encoded here."""
         if self.tokenizer is not None:
             decoder = TextDecoder.from_tokenizer(self.tokenizer)
             texts = [decoder.text(ids) for ids in answers]
@@ -214,9 +237,11 @@ class Requests:
 
 @dataclass(frozen=True)
 class TriedServer:
-    """A server that was tried with a request. plain: what serves without drafts; first: the requests of first turns
+    """A server that was tried with a request.
 
-    longest: drafts of a round; notes: what is to be known of it; settings: what its answers and speeds depend on
+    baseline: the server without drafts; None where nothing answers without drafts
+    first: requests of first turns; longest: drafts of a round, None where the server does not say
+    notes: sentences on the server; settings: options and facts that its answers and speeds depend on
     """
 
     server: Server
@@ -231,9 +256,9 @@ class TriedServer:
 def try_server(
     options: ServerOptions, question_set: QuestionSet, target: str | None, console: progress.Results
 ) -> TriedServer:
-    """Tries engine= and baseline=. target: the name of that of the head, if there is one
+    """Tries engine= and baseline=. target: name of the head's target; None without a head
 
-    Raises ValueError for what cannot be measured.
+    Raises ValueError for a server that cannot be measured.
     """
     assert options.engine is not None
     server = find_server(options.engine, options, question_set, console)
@@ -258,7 +283,7 @@ def try_server(
 
 
 def find_server(url: str, options: ServerOptions, question_set: QuestionSet, console: progress.Results) -> Server:
-    """Raises ValueError for what is no server, or has no model of that name."""
+    """The server at a URL, with its model. Raises ValueError for several URLs, and for an unknown model."""
     if "," in url:
         raise ValueError(f"{url}: one server is judged at a time, so give one URL.")
     server = Server(url, "", "", "", {}, options.timeout, console.say)
@@ -291,7 +316,7 @@ def make_body(options: ServerOptions, question_set: QuestionSet, kind: str) -> d
 
 
 def find_tokenizer(options: ServerOptions, server: Server, target: str | None) -> PreTrainedTokenizerBase | None:
-    """The target's; None where it is not here."""
+    """The target's tokenizer; None where it is not here."""
     name = options.target.name or target or server.root
     if not (options.target.name or target or Path(name, "tokenizer.json").is_file()):
         progress.print_note(
@@ -304,25 +329,28 @@ def find_tokenizer(options: ServerOptions, server: Server, target: str | None) -
 def probe_server(
     options: ServerOptions, server: Server, question_set: QuestionSet, request: Request, console: progress.Results
 ) -> tuple[Server | None, int | None, list[str]]:
-    """A short request with drafts, and one without -> what serves plainly, drafts of a round, what is to be known of the server."""
+    """Sends a short request with drafts, and one without.
+
+    Returns the server without drafts, the drafts of a round, and notes. Raises ValueError where baseline= drafts, too.
+    """
     notes = []
     with server.open() as connection:
-        served_batch = connection.send_requests([request], max_tokens=WARM_UP_TOKENS)
-        drafts, longest = served_batch.drafts, find_longest([served_batch])
-    if drafts is None:
-        flag = COUNTER_HINTS.get(server.kind, "it has no counters that are known here")
-        notes.append(f"{server.url} says nothing about drafts, so tau cannot be had: {flag}.")
-    elif not drafts:
+        batch = connection.send_requests([request], max_tokens=WARM_UP_TOKENS)
+    longest = find_longest([batch])
+    if batch.drafts is None:
+        hint = COUNTER_HINTS.get(server.kind, "it has no counters that are known here")
+        notes.append(f"{server.url} says nothing about drafts, so tau cannot be had: {hint}.")
+    elif not batch.drafts:
         notes.append(f"{server.url} does not draft: tau is 1 by its own counters.")
     if options.baseline:
-        plain = find_server(options.baseline, options, question_set, console)
-    elif server.kind in PLAIN_FIELDS and drafts:
-        plain = replace(server, body=server.body | PLAIN_FIELDS[server.kind])
+        baseline = find_server(options.baseline, options, question_set, console)
+    elif server.kind in PLAIN_FIELDS and batch.drafts:
+        baseline = replace(server, body=server.body | PLAIN_FIELDS[server.kind])
     else:
         return None, longest, notes
-    with plain.open() as connection:
+    with baseline.open() as connection:
         if not connection.send_requests([request], max_tokens=WARM_UP_TOKENS).drafts:
-            return plain, longest, notes
+            return baseline, longest, notes
     if options.baseline:
         raise ValueError(
             f"baseline={options.baseline} drafts, too: give the URL of a server of the same model without drafts."
@@ -333,12 +361,6 @@ def probe_server(
     return None, longest, notes
 
 
-def find_longest(served_batches: Sequence[ServedBatch]) -> int | None:
+def find_longest(batches: Sequence[ServedBatch]) -> int | None:
     """The most drafts of a round; None where the server does not say."""
-    all_counts = [
-        counts
-        for turn in served_batches
-        for counts in (turn.counted, *(answer.said for answer in turn.answers))
-        if counts
-    ]
-    return max((counts.longest for counts in all_counts if counts.longest), default=None)
+    return max((counts.longest or 0 for batch in batches for counts in batch.draft_counts), default=0) or None

@@ -1,4 +1,4 @@
-"""Whether a server drafts as its head was trained to: tau as served, beside replay along the same answers."""
+"""The verdict on a server and its head: tau as served, beside replay of the head along the same answers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from specdec.tools.judge.referee import ServedAnswer, ServedBatch
 from specdec.tools.judge.server import LLAMA_CPP, VLLM, find_longest
 from specdec.unroll.replay import Replay
 
-TOLERANCE = 0.02  # of tau, served against replayed
+TOLERANCE = 0.02  # relative difference of tau that still counts as equal: real heads in engines differ by up to 0.6 %
 
 
 def draft_as_engine(drafter: Head, kind: str) -> Head:
@@ -29,24 +29,25 @@ def draft_as_engine(drafter: Head, kind: str) -> Head:
 
 def compare_with_replay(
     drafter: Head,
-    served_batches: list[ServedBatch],
+    batches: list[ServedBatch],
     prompts: dict[str, dict],
     *,
     sampling: Sampling,
     depth: int,
     seed: int,
 ) -> dict[str, Any]:
-    """tau of the head along the answers of a level, beside tau as served; at temperature 0 also where they part.
+    """tau of the head along the answers, beside tau as served; at temperature 0 also the rounds that differ.
 
-    prompts: what was asked, by id; depth: drafts of a round, where the server does not say
+    prompts: parts of request bodies by prompt id; depth: drafts of a round, where the server does not say
+    Returns the figures with a `verdict`, or a verdict alone where nothing can be compared.
     """
-    depth = find_longest(served_batches) or depth
+    depth = find_longest(batches) or depth
     drafting = Drafting(depth=depth, width=1, nodes=depth)
     if not isinstance(drafter, Drafter) or not drafting.replayable(drafter, sampling):
         return {
             "verdict": f"a chain of {depth} of this head cannot be replayed with these settings: nothing is compared."
         }
-    answers, served = find_replayable(served_batches)
+    answers, served = find_replayable(batches)
     if not answers:
         return {
             "verdict": "the server gives no token ids, or no counts of each answer: nothing is compared with replay."
@@ -60,12 +61,11 @@ def compare_with_replay(
     return {"verdict": describe_verdict(figures), **figures}
 
 
-def find_replayable(served_batches: list[ServedBatch]) -> tuple[list[ServedAnswer], list[PromptCounts]]:
-    """The answers with token ids of two tokens or more, and what the server counted of each."""
-    answers = [answer for turn in served_batches for answer in turn.answers]
-    counts_of_answers = zip(answers, referee.count_answers(served_batches) or ())
-    pairs = [(answer, count) for answer, count in counts_of_answers if len(answer.ids or ()) > 1]
-    return [answer for answer, _ in pairs], [count for _, count in pairs]
+def find_replayable(batches: list[ServedBatch]) -> tuple[list[ServedAnswer], list[PromptCounts]]:
+    """The answers with token ids of two tokens or more, and the server's counts of each."""
+    pairs = list(zip(referee.list_answers(batches), referee.count_answers(batches) or ()))
+    pairs = [(answer, counts) for answer, counts in pairs if len(answer.ids or ()) > 1]
+    return [answer for answer, _ in pairs], [counts for _, counts in pairs]
 
 
 def compare_tau(
@@ -98,10 +98,10 @@ def find_differences(answers: list[ServedAnswer], replays: Sequence[Replay]) -> 
     """The first round of each greedy answer that accepts another number of drafts than replay does."""
     compared, differences = 0, []
     for answer, replay in zip(answers, replays):
-        if answer.said is None or answer.said.steps is None:
+        if answer.server_counts is None or answer.server_counts.steps is None:
             continue
         compared += 1
-        served, replayed = answer.said.steps, referee.count_greedy_rounds(replay.acceptance)
+        served, replayed = answer.server_counts.steps, referee.count_greedy_rounds(replay.acceptance)
         difference = referee.find_first_difference(served, replayed, replay.acceptance.shape[1])
         if difference:
             number, token = difference
@@ -111,7 +111,7 @@ def find_differences(answers: list[ServedAnswer], replays: Sequence[Replay]) -> 
 
 
 def describe_verdict(figures: dict[str, Any]) -> str:
-    """Whether the server drafts as the head was trained to, in some sentences. figures: of `compare_with_replay`"""
+    """The verdict in sentences. figures: those of `compare_with_replay`"""
     served, replayed, compared = (figures[name] for name in ("served_tau", "replayed_tau", "compared_by_round"))
     low, high = figures["difference_ci"]
     verdict = "served = trained"
@@ -119,14 +119,17 @@ def describe_verdict(figures: dict[str, Any]) -> str:
         verdict = "served is NOT what was trained"
     elif abs(served / replayed - 1) >= TOLERANCE:  # above temperature 0 tau as served is one draw of an expectation
         verdict = "whether served = trained cannot be told from these answers"
-    verdict += f": tau {served:.3f} served, {replayed:.3f} replayed along the same {figures['answers']} answers with chains of "
-    verdict += f"{figures['depth']} ({figures['difference']:+.3f}, {low:+.3f} .. {high:+.3f})"
+    verdict += (
+        f": tau {served:.3f} served, {replayed:.3f} replayed along the same {figures['answers']} answers with chains "
+    )
+    verdict += f"of {figures['depth']} ({figures['difference']:+.3f}, {low:+.3f} .. {high:+.3f})"
     if figures["same_number_of_rounds"] is not None:
         verdict += f"; {figures['same_number_of_rounds']} took as many rounds"
-    if not figures["differences"]:
+    differences = figures["differences"]
+    if not differences:
         return verdict + (f"; all rounds of {compared} answers accept as many drafts." if compared else ".")
-    first = min(figures["differences"], key=lambda difference: difference["round"])
-    verdict += f". {len(figures['differences'])} of {compared} answers part, prompt {first['prompt']} first, with the draft for token "
+    first = min(differences, key=lambda difference: difference["round"])
     return (
-        f"{verdict}{first['token']}: that round accepts {first['served']} drafts served, {first['replayed']} replayed."
+        f"{verdict}. {len(differences)} of {compared} answers part, prompt {first['prompt']} first, with the draft "
+        f"for token {first['token']}: that round accepts {first['served']} drafts served, {first['replayed']} replayed."
     )

@@ -5,7 +5,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -26,22 +26,23 @@ from specdec.tools.server.protocol import ChatRequest, CompletionRequest, Reques
 from specdec.tools.server.record import Exchange, Recorder
 from specdec.tools.server.text import StoppedText
 
-MAX_BODY = 1 << 22  # bytes of a request
-NO_RETRY = {"x-should-retry": "false"}  # of OpenAI's clients, which otherwise ask again after such an error
+MAX_BODY = 1 << 22  # bytes of a request: above the text of any prompt that a target can read
+NO_RETRY = {"x-should-retry": "false"}  # header for OpenAI's clients, which otherwise ask again after such an error
 
 
 @dataclass(frozen=True)
 class ServerContext:
-    """What the server has, and what it allows.
+    """The parts of the server, and its limits.
 
-    model: the name of the target, which requests may give; head: that of the checkpoint that drafts
-    tokenizer: used in the thread of the event loop only; engine_tokenizer: a copy of it, for that of the engine
-    encode_chat: messages, and the fields of a row that say how they are rendered -> token ids, and these fields with the server's
-        defaults; ValueError if the template refuses them
-    stop: token ids that end an answer; max_length: tokens of a prompt and its answer; timeout: seconds of a request
-    page: the live page
-    compile_grammar: raises ValueError for one that cannot be used
-    recorder: writes down what is answered; None: nothing is recorded
+    tokenizer: tokenizer for the thread of the event loop; engine_tokenizer: a copy of it for the engine's thread
+    encode_chat: function of messages and of the fields of a row that say how they are rendered. Returns the token ids,
+        and these fields with the server's defaults. Raises ValueError if the template refuses them.
+    compile_grammar: raises ValueError for a grammar that cannot be used
+    stop: token ids that end an answer
+    model: name of the target, which requests may give; head: name of the checkpoint that drafts
+    max_length: tokens of a prompt and its answer; timeout: seconds of a request
+    page: HTML of the live page
+    recorder: writer of answered requests; None: nothing is recorded
     """
 
     engine: Engine
@@ -59,16 +60,11 @@ class ServerContext:
 
     @cached_property
     def decoder(self) -> TextDecoder:
-        return make_decoder(self.tokenizer)
+        return TextDecoder.from_tokenizer(self.tokenizer)
 
     @cached_property
     def engine_decoder(self) -> TextDecoder:
-        return make_decoder(self.engine_tokenizer)
-
-
-def make_decoder(tokenizer: PreTrainedTokenizerBase) -> TextDecoder:
-    """Token ids -> the text of an answer"""
-    return TextDecoder.from_tokenizer(tokenizer)
+        return TextDecoder.from_tokenizer(self.engine_tokenizer)
 
 
 @dataclass(eq=False)
@@ -81,21 +77,24 @@ class Answer:
     text: StoppedText
     events: asyncio.Queue[Event]
     rendering: dict[str, Any]  # template arguments and tools of the prompt, as fields of a row
-    recorded_as: str | None = None  # the id of its row; None: it is not recorded
-    text_so_far: str = ""  # the text so far
+    recorded_as: str | None = None  # id of its row; None: it is not recorded
+    text_so_far: str = ""
 
     async def read_pieces(self) -> AsyncIterator[tuple[list[str], ServedRound | None, str | None]]:
-        """Text of each token, the round that they came from, and at the end the reason. Raises RequestError if the request failed."""
+        """Yields the text of each token, the round that they came from, and at the end the reason of the end.
+
+        Raises RequestError if the request failed.
+        """
         while True:
             event = await self.events.get()
             if isinstance(event, End):
                 if event.reason in ("timeout", "error"):
                     status = 504 if event.reason == "timeout" else 500
                     raise RequestError(event.message, status=status, headers=NO_RETRY)
-                rest = self.text.end()
-                self.text_so_far += rest
+                remaining = self.text.end()
+                self.text_so_far += remaining
                 self._record(event.reason)
-                yield [rest], None, event.reason
+                yield [remaining], None, event.reason
                 return
             ends = self.job.ends.tokens
             pieces = ["" if token in ends else self.text.add(token) for token in event.tokens]
@@ -106,14 +105,13 @@ class Answer:
         recorder, settings, job = self.served.recorder, self.settings, self.job
         if self.recorded_as is None or recorder is None:
             return
-        chat = settings if isinstance(settings, ChatRequest) else None
-        generation = job.request.generation
+        generation, grammar = job.request.generation, settings.grammar()
         (tokens,), (accepted,) = generation.tokens, generation.accepted
         fields: dict[str, Any] = {
             "id": self.recorded_as,
             "finish": reason,
             "seed": settings.seed,
-            "grammar": grammar.to_row() if (grammar := settings.grammar()) else None,
+            "grammar": grammar and grammar.to_row(),
             "head": self.served.head if self.served.engine.lane_of(job).decoder.proposer else None,
             **self.rendering,
         }
@@ -125,13 +123,13 @@ class Answer:
             sum(generation.drafted),
             fields,
             self.text_so_far,
-            messages=[message.to_row() for message in chat.messages] if chat else None,
+            messages=settings.list_messages() if isinstance(settings, ChatRequest) else None,
             conversation=(settings.metadata or {}).get("conversation"),
         )
         recorder.record(exchange)
 
     def count_usage(self) -> dict[str, Any]:
-        """As OpenAI's, with what became of the drafts. Once the answer has ended, as the engine counts until then."""
+        """OpenAI's `usage` with the counts of drafts. The answer must have ended, as the engine counts until then."""
         generation = self.job.request.generation
         (tokens,), (accepted,), drafted = generation.tokens, generation.accepted, sum(generation.drafted)
         shape = self.served.engine.describe_shape(self.job)
@@ -151,7 +149,7 @@ class Answer:
 
 
 class AnswerForm:
-    """How answers to chats, or to prompts, are written."""
+    """The form of answers to chats, or to prompts."""
 
     def __init__(self, chat: bool, model: str):
         self.chat, self.model = chat, model
@@ -159,31 +157,28 @@ class AnswerForm:
         self.created = int(time.time())
 
     def write_whole(self, text: str, reason: str, usage: dict, ids: dict) -> dict:
+        """The answer as one document. ids: further fields of the choice"""
         choice = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
         return self.write("chat.completion", choice | ids, reason, usage=usage)
 
     def write_chunk(self, text: str | None, reason: str | None = None, ids: dict | None = None, **fields: Any) -> dict:
-        """A part of a stream. text: None in one without a choice, as the last one with the usage; ids: more of the choice"""
-        choice: dict | None = None
-        if text is not None:
-            choice = ({"delta": {"content": text} if text else {}} if self.chat else {"text": text}) | (ids or {})
-        return self.write("chat.completion.chunk", choice, reason, **fields)
+        """A document of a stream. text: None in one without a choice; ids: further fields of the choice"""
+        if text is None:
+            return self.write("chat.completion.chunk", None, reason, **fields)
+        delta = {"content": text} if text else {}
+        choice: dict = {"delta": delta} if self.chat else {"text": text}
+        return self.write("chat.completion.chunk", choice | (ids or {}), reason, **fields)
 
     def write(self, kind: str, choice: dict | None, reason: str | None, **fields: Any) -> dict:
+        """A document. kind: `object` of a chat; choice: its fields, None in a document without a choice"""
         choices = [] if choice is None else [{"index": 0, **choice, "logprobs": None, "finish_reason": reason}]
         kind = kind if self.chat else "text_completion"
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            **fields,
-        }
+        common = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**common, "choices": choices, **fields}
 
 
 def make_app(served: ServerContext) -> Starlette:
-    """The application. The engine starts and stops with it."""
+    """The application, with which the engine starts and stops."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -258,7 +253,7 @@ async def _complete(served: ServerContext, kind: type[RequestSettings], request:
 
 
 async def _read_body(request: Request) -> bytes:
-    """Raises RequestError for a body that is not said to be JSON, and for one that is too long, before all of it is read."""
+    """The body of a request. Raises RequestError for another type than JSON, and early for one that is too long."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("Send the body with the header Content-Type: application/json.", status=415)
     body = bytearray()
@@ -270,13 +265,13 @@ async def _read_body(request: Request) -> bytes:
 
 
 async def _wait_until_gone(request: Request) -> None:
-    """Returns when the client has left. The body must have been read."""
+    """Waits until the client has left. The body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def _queue_request(served: ServerContext, settings: RequestSettings, constraint: Constraint | None) -> Answer:
-    """Queues a request, whose answer follows the constraint. Raises RequestError for one that cannot be answered, or not now."""
+    """Queues a request. Raises RequestError for one that cannot be answered, and for a full queue."""
     if settings.model not in (None, served.model):
         raise RequestError(
             f"There is no model {settings.model!r} here, but {served.model!r}.", status=404, parameter="model"
@@ -284,9 +279,10 @@ def _queue_request(served: ServerContext, settings: RequestSettings, constraint:
     prompt, rendering = _encode_prompt(served, settings)
     tokens_left = served.max_length - len(prompt)
     if tokens_left < 1 or (settings.token_limit or 0) > tokens_left:
-        wanted = f" and {settings.token_limit} new ones" if settings.token_limit else ""
+        new_ones = f" and {settings.token_limit} new ones" if settings.token_limit else ""
         raise RequestError(
-            f"A prompt of {len(prompt)} tokens{wanted} exceeds the {served.max_length} tokens that this server allows "
+            f"A prompt of {len(prompt)} tokens{new_ones} exceeds the {served.max_length} tokens "
+            "that this server allows "
             "(max_length=).",
             parameter="max_tokens" if tokens_left >= 1 else "messages",
         )
@@ -306,10 +302,8 @@ def _queue_request(served: ServerContext, settings: RequestSettings, constraint:
         deadline=time.monotonic() + served.timeout,
         constraint=constraint,
     )
-    try:
+    with refuse_errors(None):
         queued = served.engine.submit(job)
-    except ValueError as error:
-        raise RequestError(str(error)) from None
     if not queued:
         raise RequestError(
             f"{served.engine.max_waiting} requests are waiting already: ask again later.",
@@ -321,45 +315,49 @@ def _queue_request(served: ServerContext, settings: RequestSettings, constraint:
     return Answer(served, settings, job, text, events, rendering)
 
 
+@contextlib.contextmanager
+def refuse_errors(parameter: str | None) -> Iterator[None]:
+    """Within, a ValueError becomes a RequestError. parameter: field of the request that is wrong"""
+    try:
+        yield
+    except ValueError as error:
+        raise RequestError(str(error), parameter=parameter) from None
+
+
 def _make_ends(served: ServerContext, settings: RequestSettings) -> Ends:
-    """What ends an answer. Raises RequestError for a stop string that no answer's text can hold."""
+    """The ends of an answer. Raises RequestError for a stop string that no answer's text can hold."""
     tokens = frozenset[int]() if settings.ignore_eos else served.stop
     if not settings.stop_strings:
         return Ends(tokens)
     continues = isinstance(settings, CompletionRequest)
-    try:
+    with refuse_errors("stop"):
         return Ends(tokens, StopStrings(settings.stop_strings, served.engine_decoder, continues=continues))
-    except ValueError as error:
-        raise RequestError(str(error), parameter="stop") from None
 
 
 def _make_constraint(served: ServerContext, grammar: Grammar) -> Constraint | None:
-    """The constraint of an answer that begins. Raises RequestError for a grammar that cannot be used."""
-    try:
+    """The constraint of a new answer. Raises RequestError for a grammar that cannot be used."""
+    with refuse_errors("response_format"):
         return served.compile_grammar(grammar)
-    except ValueError as error:
-        raise RequestError(str(error), parameter="response_format") from None
 
 
 def _encode_prompt(served: ServerContext, settings: RequestSettings) -> tuple[list[int], dict[str, Any]]:
-    """-> the prompt's token ids, at least one; the template arguments and tools that made it, as fields of a row"""
+    """The prompt's token ids, at least one, and the template arguments and tools that made it, as fields of a row.
+
+    Raises RequestError for a prompt that cannot be encoded.
+    """
     if isinstance(settings, ChatRequest):
         if not served.tokenizer.chat_template:
             raise RequestError(
                 f"{served.model} has no chat template, so it takes no messages: send a prompt to /v1/completions.",
                 parameter="messages",
             )
-        try:
-            return served.encode_chat([message.to_row() for message in settings.messages], settings.template_row())
-        except ValueError as error:
-            raise RequestError(str(error), parameter="messages") from None
+        with refuse_errors("messages"):
+            return served.encode_chat(settings.list_messages(), settings.template_row())
     assert isinstance(settings, CompletionRequest)
     tokens = settings.prompt
     if isinstance(tokens, str):
-        try:
+        with refuse_errors("prompt"):
             tokens = token_text.encode_text(served.tokenizer, tokens)
-        except ValueError as error:
-            raise RequestError(str(error), parameter="prompt") from None
     size = token_text.count_ids(served.tokenizer)
     if not tokens or not all(0 <= token < size for token in tokens):
         raise RequestError(
@@ -369,6 +367,7 @@ def _encode_prompt(served: ServerContext, settings: RequestSettings) -> tuple[li
 
 
 async def _write_whole(answer: Answer, form: AnswerForm) -> dict:
+    """The whole answer as one document."""
     async for _, _, reason in answer.read_pieces():
         if reason is not None:
             ids = {"token_ids": answer.job.request.generation.tokens[0]} if answer.settings.return_token_ids else {}
@@ -377,29 +376,41 @@ async def _write_whole(answer: Answer, form: AnswerForm) -> dict:
 
 
 async def _write_stream(answer: Answer, form: AnswerForm) -> AsyncIterator[str]:
-    """Server-sent events. The request is given up if the client leaves."""
-    settings, served = answer.settings, answer.served
-
-    def format_event(document: dict) -> str:
-        return f"data: {json.dumps(document)}\n\n"
-
+    """Yields server-sent events. The request is given up if the client leaves."""
+    settings = answer.settings
     try:
         if form.chat:
-            yield format_event(
-                form.write("chat.completion.chunk", {"delta": {"role": "assistant", "content": ""}}, None)
-            )
+            opening = {"delta": {"role": "assistant", "content": ""}}
+            yield _format_event(form.write("chat.completion.chunk", opening, None))
         async for pieces, round_, reason in answer.read_pieces():
-            text, extra_fields = "".join(pieces), dict[str, Any]()
-            if settings.details and round_:  # for the live page
-                counts = {"accepted": round_.accepted, "drafted": round_.drafted, "milliseconds": round_.milliseconds}
-                extra_fields["round"] = {"tokens": pieces, **counts}
-            ids = {"token_ids": round_.tokens if round_ else []} if settings.return_token_ids else {}
-            if text or reason or extra_fields or (ids and round_):
-                yield format_event(form.write_chunk(text, reason, ids, **extra_fields))
+            chunk = _make_chunk(settings, form, pieces, round_, reason)
+            if chunk is not None:
+                yield _format_event(chunk)
         if settings.details or (settings.stream_options and settings.stream_options.include_usage):
-            yield format_event(form.write_chunk(None, usage=answer.count_usage()))
+            yield _format_event(form.write_chunk(None, usage=answer.count_usage()))
         yield "data: [DONE]\n\n"
     except RequestError as error:
-        yield format_event(error.to_json())
+        yield _format_event(error.to_json())
     finally:
-        served.engine.give_up(answer.job)
+        answer.served.engine.give_up(answer.job)
+
+
+def _format_event(document: dict) -> str:
+    return f"data: {json.dumps(document)}\n\n"
+
+
+def _make_chunk(
+    settings: RequestSettings, form: AnswerForm, pieces: list[str], round_: ServedRound | None, reason: str | None
+) -> dict | None:
+    """The document of a stream for a round, or for the end with its reason; None where it would say nothing."""
+    text = "".join(pieces)
+    fields: dict[str, Any] = {}
+    ids: dict[str, Any] = {}
+    if settings.details and round_:  # for the live page
+        counts = {"accepted": round_.accepted, "drafted": round_.drafted, "milliseconds": round_.milliseconds}
+        fields["round"] = {"tokens": pieces, **counts}
+    if settings.return_token_ids:
+        ids["token_ids"] = round_.tokens if round_ else []
+    if text or reason or fields or (ids and round_):
+        return form.write_chunk(text, reason, ids, **fields)
+    return None

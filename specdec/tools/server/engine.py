@@ -1,5 +1,8 @@
-"""Decodes requests that come at any time: one thread, with a batch of drafted and a batch of plain answers, and one of sampled answers
-with a seed, whose drafts must not depend on clocks or on other requests."""
+"""Decodes requests that come at any time, in one thread.
+
+It has a batch of drafted answers, one of plain answers, and one of sampled answers with a seed, whose drafts must not
+depend on clocks or on other requests.
+"""
 
 import logging
 import threading
@@ -18,19 +21,19 @@ from specdec.decoding.batch import Batch, BatchRound, Prefill, Request
 from specdec.decoding.decoder import Decoder
 
 LOG = logging.getLogger(__name__)
-MAX_PADDED_TOKENS = 8192  # tokens of prompts that are read together, filled up to the longest; one prompt may have more
+MAX_PADDED_TOKENS = 8192  # tokens of prompts that are read together, padded to the longest; one prompt may have more
 DECODE_FAILED = "The server could not decode this ({}: {})."
 Reason = Literal["stop", "length", "timeout", "error"]
 
 
 @dataclass(frozen=True)
 class ServedRound:
-    """What one round did for one request.
+    """The result of one round for one request.
 
-    tokens: what it emitted: accepted drafts, then the target's own token; empty where the answer had ended before
-    accepted: how many of them are drafts
-    drafted: nodes of the tree, without the root; None: the tokens were read off the prompt
-    milliseconds: of the whole round, with all its rows
+    tokens: emitted tokens: accepted drafts, then the target's own token; empty where the answer had ended before
+    accepted: number of accepted drafts
+    drafted: nodes of the tree without the root; None for the first token, which comes from the prompt's pass
+    milliseconds: time of the whole round, with all its rows
     """
 
     tokens: list[int]
@@ -41,7 +44,7 @@ class ServedRound:
 
 @dataclass(frozen=True)
 class End:
-    """The last event of a request. message: what went wrong, for `timeout` and `error`"""
+    """The last event of a request. message: cause of a `timeout` or an `error`"""
 
     reason: Reason
     message: str = ""
@@ -52,12 +55,12 @@ Event = ServedRound | End
 
 @dataclass(eq=False)
 class Job:
-    """A request with what the engine must know of it.
+    """A request and its settings in the engine.
 
-    deliver: called for every event, in the engine's thread; it must not wait
-    speculate: with drafts, or plain
-    deadline: when it is given up, by time.monotonic(); None: never
-    constraint: of a grammar that the answer follows; None: it is free
+    deliver: function that is called with every event, in the engine's thread; it must not wait
+    speculate: whether it is decoded with drafts
+    deadline: time.monotonic() at which it is given up; None for never
+    constraint: constraint of a grammar that the answer follows; None for a free answer
     """
 
     prompt: list[int]
@@ -90,20 +93,24 @@ class Job:
 
 
 class Lane:
-    """A batch, and the requests that wait for a place in it. prefill_tokens: of prompts, read between two rounds"""
+    """A batch, and the requests that wait to join it.
+
+    max_requests: requests that are decoded at once; prefill_tokens: tokens of prompts that are read between two rounds
+    """
 
     def __init__(self, decoder: Decoder, max_requests: int, prefill_tokens: int):
         self.decoder, self.max_requests, self.prefill_tokens = decoder, max_requests, prefill_tokens
         self.batch: Batch = decoder.batch()
         self.waiting: deque[Job] = deque()
-        self.jobs: dict[int, Job] = {}  # by the id of their requests, while they are read and run
-        self.reading: tuple[list[Job], Prefill] | None = None  # those that join next
+        self.jobs: dict[int, Job] = {}  # by id() of their requests, while they are read and run
+        self.reading: tuple[list[Job], Prefill] | None = None  # jobs that join next
 
     def run_round(self) -> BatchRound | None:
-        """Reads on in the prompts of requests that join, then makes one round -> it, or None if none runs."""
+        """Reads on in the prompts of requests that join, then makes one round. Returns it; None if nothing runs."""
         if self.reading is None:
             free = self.max_requests - len(self.batch.running) if self.batch.joins or not self.batch.running else 0
-            if joining := self._take_waiting(free):
+            joining = self._take_waiting(free)
+            if joining:
                 self.jobs |= {id(job.request): job for job in joining}
                 self.reading = joining, self.batch.prefill([job.request for job in joining])
         if self.reading is not None:
@@ -129,7 +136,7 @@ class Lane:
                 self._end_finished(job)
 
     def deliver_round(self, step: BatchRound) -> None:
-        """Tells each job what a round did for it."""
+        """Delivers to each job the result of a round for it."""
         for request, tokens, accepted in zip(step.requests, step.tokens, step.accepted):
             job = self.jobs.get(id(request))
             if job is None:
@@ -138,7 +145,7 @@ class Lane:
             self._end_finished(job)
 
     def give_up(self, job: Job) -> None:
-        """The request leaves before the next round, if it is here."""
+        """Removes the request before the next round, if it is here."""
         if job in self.waiting:
             self.waiting.remove(job)
         if self.jobs.pop(id(job.request), None):
@@ -147,14 +154,14 @@ class Lane:
             self.reading = None
 
     def fail_all(self, message: str) -> None:
-        """Every request that runs ends with this message; those that wait stay."""
+        """Ends every running request with this message. Waiting requests stay."""
         failed, self.jobs = list(self.jobs.values()), {}
         self.batch, self.reading = self.decoder.batch(), None
         for job in failed:
             job.deliver_event(End("error", message))
 
     def _take_waiting(self, max_jobs: int) -> list[Job]:
-        """The requests that join now, in the order of their coming."""
+        """Takes the waiting requests that join now, at most `max_jobs`, in the order of their arrival."""
         joining: list[Job] = []
         longest = 0
         while self.waiting and len(joining) < max_jobs:
@@ -176,9 +183,9 @@ class Lane:
 class Engine:
     """Decodes jobs in a thread of its own, from `start` until `stop`.
 
-    drafted, plain: decoders of one target; rows: requests of each that are decoded at once
-    queue: requests that may wait
-    prefill_tokens: of prompts, read between two rounds: the others wait no longer for a long prompt
+    drafted, plain: decoders of one target; max_requests: requests of each that are decoded at once
+    max_waiting: requests that may wait
+    prefill_tokens: tokens of prompts that are read between two rounds, for which running requests wait
     """
 
     def __init__(
@@ -202,7 +209,7 @@ class Engine:
         self.thread.start()
 
     def stop(self) -> None:
-        """Ends the thread once everything that was submitted has ended."""
+        """Ends the thread once all submitted jobs have ended."""
         with self.changed:
             self.stopping = True
             self.changed.notify()
@@ -222,19 +229,20 @@ class Engine:
         return len(self.arrived) + sum(len(lane.waiting) for lane in self.lanes)
 
     def lane_of(self, job: Job) -> Lane:
+        """The lane that decodes a job."""
         if not job.speculate:
             return self.plain
         return self.seeded if job.seed is not None and not job.sampling.greedy else self.drafted
 
     def describe_shape(self, job: Job) -> str | None:
-        """What the seed changes about the drafts; None: nothing"""
+        """The change of the drafts by a seed, in words; None for no change."""
         lane = self.lane_of(job)
         if not job.speculate or lane is self.drafted:
             return None
         return "none, because of seed" if lane is self.plain else "fixed, because of seed"
 
     def submit(self, job: Job) -> bool:
-        """Queues a job -> whether there was room for it. Raises ValueError for one that cannot be decoded."""
+        """Queues a job. Returns whether there was room for it. Raises ValueError for one that cannot be decoded."""
         self.lane_of(job).decoder.check([job.prompt], job.max_new_tokens)
         with self.changed:
             if self.num_waiting >= self.max_waiting or self.stopping:
@@ -244,7 +252,7 @@ class Engine:
         return True
 
     def give_up(self, job: Job) -> None:
-        """The job ends before the next round; no event follows once that is done."""
+        """Ends a job before the next round. No event follows after that."""
         with self.changed:
             self.given_up.append(job)
             self.changed.notify()
@@ -264,12 +272,17 @@ class Engine:
                 self.lane_of(job).give_up(job)
             self._give_up_late()
             for lane in self.lanes:
-                try:
-                    if round_ := lane.run_round():
-                        lane.deliver_round(round_)
-                except Exception as error:  # memory that is missing, or a mistake of ours: the server goes on
-                    LOG.exception("a round failed")
-                    lane.fail_all(DECODE_FAILED.format(type(error).__name__, error))
+                self._run_round(lane)
+
+    def _run_round(self, lane: Lane) -> None:
+        """Runs a round of a lane. One that fails ends the lane's requests, and the server goes on."""
+        try:
+            round_ = lane.run_round()
+            if round_:
+                lane.deliver_round(round_)
+        except Exception as error:  # missing memory, or a mistake of this project
+            LOG.exception("a round failed")
+            lane.fail_all(DECODE_FAILED.format(type(error).__name__, error))
 
     @property
     def _busy(self) -> bool:

@@ -1,4 +1,4 @@
-"""What requests may hold, and how answers are written: OpenAI's interface, and what is beside it."""
+"""The requests that the server takes: OpenAI's interface and this project's own fields."""
 
 import difflib
 import json
@@ -12,25 +12,27 @@ from specdec.core.sampling import Sampling
 from specdec.core.untrusted import is_text
 from specdec.tools.grammar.grammar import Grammar
 
-# Fields of OpenAI and vLLM that change the answer in ways that this server cannot, with what they may be nevertheless
+# Fields of OpenAI and vLLM that change the answer in ways that this server cannot, with their harmless values
 REFUSED: dict[str, tuple] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,),
     "suffix": ("",), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "min_p": (0,),
 }  # fmt: skip
-FIELD_FORMS = {  # of fields that may hold several things
+FIELD_FORMS = {  # fields that may hold several types
     "prompt": "a text, or the token ids of one prompt",
     "content": "a text, or a list of parts of type text",
     "stop": "a text, or a list of texts",
     "tool_choice": "none or auto, as this server cannot force a call",
-    "response_format": 'a type: {"type": "json_schema", "json_schema": {"name": .., "schema": {..}}}, "json_object" or "text"',
+    "response_format": (
+        'a type: {"type": "json_schema", "json_schema": {"name": .., "schema": {..}}}, "json_object" or "text"'
+    ),
     "chat_template_kwargs": 'variables of the chat template, such as {"enable_thinking": false}',
 }
 IGNORED = ("user", "service_tier", "prediction", "safety_identifier", "prompt_cache_key", "verbosity")
-MAX_TOKENS = 1 << 20  # more than any request may ask for
+MAX_TOKENS = 1 << 20  # bound of a request's tokens: targets have fewer positions
 
 
 class RequestError(Exception):
-    """A request that cannot be answered. status: of HTTP; parameter: the field that is wrong"""
+    """A request that cannot be answered. status: status code of HTTP; parameter: field that is wrong"""
 
     def __init__(self, message: str, *, status: int = 400, parameter: str | None = None, headers: dict | None = None):
         super().__init__(message)
@@ -74,15 +76,15 @@ class Message(BaseModel):
         return self
 
     def to_row(self) -> dict:
-        """As chat templates take it."""
+        """The message as chat templates take it."""
         content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
-        more = self.model_dump(exclude={"role", "content"}, exclude_none=True)
-        more = {name: value for name, value in more.items() if value}
-        return {"role": "system" if self.role == "developer" else self.role, "content": content, **more}
+        fields = self.model_dump(exclude={"role", "content"}, exclude_none=True)
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content, **{name: value for name, value in fields.items() if value}}
 
 
 class JsonSchema(BaseModel):
-    """Of OpenAI's response_format; `schema` there."""
+    """The field json_schema of OpenAI's response_format. document: `schema` there"""
 
     model_config = ConfigDict(extra="ignore", strict=True)
     document: Annotated[dict | bool, Field(alias="schema")]
@@ -94,6 +96,7 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchema | None = None
 
     def grammar(self) -> Grammar | None:
+        """The grammar of the type; None for free text. Raises RequestError for a type without its schema."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise RequestError(
                 "response_format needs json_schema with the type json_schema, and only with it.",
@@ -105,7 +108,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's field, for what OpenAI's response_format has no place for."""
+    """vLLM's field for grammars that OpenAI's response_format has no type for."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     regex: str | None = None
@@ -120,7 +123,10 @@ class StructuredOutputs(BaseModel):
 
 
 class RequestSettings(BaseModel):
-    """What both kinds of requests share. speculate, details: of this server alone; return_token_ids: also of vLLM"""
+    """The fields that both kinds of requests share.
+
+    speculate, details: fields of this server alone; return_token_ids: field of vLLM, too
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
@@ -143,7 +149,7 @@ class RequestSettings(BaseModel):
     store: bool | None = None  # false: not recorded
 
     def sampling(self) -> Sampling:
-        """Without fields as OpenAI says: temperature 1, no filters."""
+        """The settings of sampling. The defaults are OpenAI's: temperature 1, no filters."""
         if self.temperature is not None and Sampling(self.temperature).greedy:
             return Sampling(repetition_penalty=self.repetition_penalty or 1.0)
         top_k = self.top_k if self.top_k and self.top_k > 0 else None
@@ -152,17 +158,16 @@ class RequestSettings(BaseModel):
         return Sampling(temperature, top_k, top_p, self.repetition_penalty or 1.0)
 
     def grammar(self) -> Grammar | None:
-        """That the answer is to follow. Raises RequestError for fields that contradict each other."""
-        fields_set = [field for field in (self.response_format, self.structured_outputs) if field is not None]
-        rules = [rule for field in fields_set if (rule := field.grammar()) is not None]
-        if len(rules) > 1 or (rules and self.ignore_eos):
-            conflict = (
-                "structured_outputs beside it"
-                if len(rules) > 1
-                else "ignore_eos, as the grammar says where answers end"
-            )
-            raise RequestError(f"An answer follows one grammar: leave out {conflict}.", parameter="response_format")
-        return rules[0] if rules else None
+        """The grammar that the answer follows. Raises RequestError for fields that contradict each other."""
+        fields = [field for field in (self.response_format, self.structured_outputs) if field is not None]
+        rules = [rule for rule in [field.grammar() for field in fields] if rule is not None]
+        if len(rules) > 1:
+            conflict = "structured_outputs beside it"
+        elif rules and self.ignore_eos:
+            conflict = "ignore_eos, as the grammar says where answers end"
+        else:
+            return rules[0] if rules else None
+        raise RequestError(f"An answer follows one grammar: leave out {conflict}.", parameter="response_format")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -187,15 +192,19 @@ class ChatRequest(RequestSettings):
 
     @property
     def offered_tools(self) -> list[dict] | None:
-        """The tools that the answer may call; None: none"""
+        """The tools that the answer may call; None for none."""
         return None if self.tool_choice == "none" else self.tools or None
 
     @property
     def token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
+    def list_messages(self) -> list[dict]:
+        """The messages as chat templates take them."""
+        return [message.to_row() for message in self.messages]
+
     def template_row(self) -> dict[str, Any]:
-        """What says how the messages are rendered, under the names that rows have for it."""
+        """The fields that change how messages are rendered, under the names of rows."""
         row = {"chat_template_kwargs": self.chat_template_kwargs, "reasoning_effort": self.reasoning_effort}
         return {key: value for key, value in {**row, "tools": self.offered_tools}.items() if value is not None}
 
@@ -205,7 +214,7 @@ class CompletionRequest(RequestSettings):
 
 
 def parse_request(kind: type[RequestSettings], body: bytes) -> Any:
-    """Raises RequestError, with the field and what to change, for a body that is not such a request."""
+    """The request in a body. Raises RequestError, with the field and the fix, for a body that is no such request."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -216,11 +225,11 @@ def parse_request(kind: type[RequestSettings], body: bytes) -> Any:
         raise RequestError(
             "The body has half of a surrogate pair (\\ud800 .. \\udfff), which is no character: repair the text."
         )
-    for name in [name for name in document if name in REFUSED or name in IGNORED]:
-        value = document.pop(name)
+    for name, value in document.items():
         if name in REFUSED and not _is_allowed(name, value):
             raise RequestError(f"This server cannot do {name}={_shorten(value)}: leave it out.", parameter=name)
-    document = {name: value for name, value in document.items() if value is not None}
+    unread = {*REFUSED, *IGNORED}
+    document = {name: value for name, value in document.items() if value is not None and name not in unread}
     try:
         return kind.model_validate(document)
     except pydantic.ValidationError as error:
@@ -228,14 +237,17 @@ def parse_request(kind: type[RequestSettings], body: bytes) -> Any:
 
 
 def _is_allowed(name: str, value: Any) -> bool:
-    """Whether a field of REFUSED may have this value. False is not 0 there: chats have logprobs false, and completions a number of them."""
+    """Whether a field of REFUSED may have this value.
+
+    False is not 0 there: chats have logprobs false, and completions a number of them.
+    """
     return value is None or any(
         value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in REFUSED[name]
     )
 
 
 def _explain_error(kind: type[RequestSettings], error: pydantic.ValidationError) -> RequestError:
-    """The first thing that is wrong, in one sentence."""
+    """The first error of a request as a sentence."""
     first = error.errors(include_url=False)[0]
     field = ".".join(str(key) for key in first["loc"] if not str(key).endswith("]") and key not in ("str", "list"))
     if first["type"] == "extra_forbidden":
@@ -247,8 +259,8 @@ def _explain_error(kind: type[RequestSettings], error: pydantic.ValidationError)
     if first["type"] == "missing":
         return RequestError(f"The field {field!r} is missing.", parameter=field)
     form = next((FIELD_FORMS[str(part)] for part in reversed(first["loc"]) if part in FIELD_FORMS), None)
-    why = f"give {form}" if form else first["msg"]
-    return RequestError(f"{field}={_shorten(first['input'])} cannot be used: {why}.", parameter=field)
+    advice = f"give {form}" if form else first["msg"]
+    return RequestError(f"{field}={_shorten(first['input'])} cannot be used: {advice}.", parameter=field)
 
 
 def _shorten(value: Any) -> str:

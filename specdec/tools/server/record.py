@@ -1,4 +1,4 @@
-"""Records conversations that are served, as rows to train on. Nothing is recorded unless somebody asks for it. docs/adapting.md
+"""Records conversations that are served, as rows to train on (docs/adapting.md). Nothing is recorded unless asked for.
 
 A recorder appends whole rows to a file of its own, traffic-000001.jsonl, ..., in a folder.
 """
@@ -24,7 +24,7 @@ from specdec.target.model import Target
 from specdec.text import token_text
 
 LOG = logging.getLogger(__name__)
-LONGEST_NAME = 200  # characters of a conversation's id
+LONGEST_NAME = 200  # characters of a conversation's id, which each of its rows holds
 NAME = re.compile(r"traffic-(\d{6,})\.jsonl")
 
 
@@ -32,12 +32,12 @@ NAME = re.compile(r"traffic-(\d{6,})\.jsonl")
 class Exchange:
     """A request and its answer, which has ended.
 
-    tokens: ids of the prompt and of the answer; num_prompt: how many are the prompt
-    accepted: drafts that each round kept; drafted: in all rounds
-    fields: further ones of the row: `finish`, `grammar`, `head` and, of a server's request, id, seed, chat_template_kwargs and tools
-    messages: the conversation up to the answer; None: a bare prompt
-    text: of the answer
-    conversation: its id, as the client gives it; None: a digest of how it begins
+    tokens: ids of the prompt and of the answer; num_prompt: tokens of the prompt
+    accepted: accepted drafts of each round; drafted: drafts of all rounds
+    fields: further fields of the row: `finish`, `grammar`, `head`, id, seed, chat_template_kwargs and tools
+    text: text of the answer
+    messages: conversation up to the answer; None for a bare prompt
+    conversation: id by the client; None: a digest of the conversation's beginning
     """
 
     tokens: list[int]
@@ -52,11 +52,12 @@ class Exchange:
 
 
 class Recorder:
-    """Appends rows to a new file of a folder. No failure of it reaches those who answer.
+    """Appends rows to a new file of a folder.
 
-    folder: is made if it is missing, readable for its owner only
+    folder: folder that is made if it is missing, readable for its owner alone
 
-    Raises ValueError if the folder cannot be used. If a row cannot be written, recording stops, which is logged once.
+    Raises ValueError if the folder cannot be used. If a row cannot be written, recording stops, which is logged once,
+    and answers go on.
     """
 
     def __init__(self, folder: str | Path):
@@ -65,14 +66,15 @@ class Recorder:
         self.origin: dict[str, str | None] = {}  # fields of every row
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            numbers = [int(found[1]) for path in self.folder.iterdir() if (found := NAME.fullmatch(path.name))]
+            matches = [NAME.fullmatch(path.name) for path in self.folder.iterdir()]
+            numbers = [int(match[1]) for match in matches if match]
             self.path = self.folder / f"traffic-{max(numbers, default=0) + 1:06}.jsonl"
             self.path.touch(mode=0o600, exist_ok=False)
         except OSError as error:
             raise ValueError(f"Nothing can be recorded in {folder} ({error}): choose another folder.") from error
 
     def set_origin(self, target: Target, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Of the rows that follow."""
+        """Sets the target and the tokenizer that later rows name."""
         self.decoder = TextDecoder.from_tokenizer(tokenizer, special=True)
         self.origin = {
             "tokenizer": token_text.digest_vocabulary(tokenizer),
@@ -122,7 +124,10 @@ class Recorder:
 
 
 def _name_conversation(client_id: Any, start: list) -> str:
-    """The id that all turns of a conversation share: the given one, or a digest of its first messages, or of the bare prompt."""
+    """The id that all turns of a conversation share.
+
+    It is the client's id, or else a digest of the messages up to the first one of a user, or of the bare prompt.
+    """
     if client_id:
         return str(client_id)[:LONGEST_NAME]
     users = [index for index, message in enumerate(start) if isinstance(message, dict) and message["role"] == "user"]
@@ -131,6 +136,9 @@ def _name_conversation(client_id: Any, start: list) -> str:
 
 
 def read_lines(paths: list[Path]) -> Iterator[tuple[str, dict | None]]:
-    """Yields where a line is and its row, None for a damaged one. A last line without its end is being written: it is left out."""
+    """Yields the location and the row of each line, None for a damaged one.
+
+    A last line without its end is still being written, and is left out.
+    """
     for path in paths:
         yield from ((f"{path.name}:{number}", row) for number, row in row_files.read_own_lines(path))

@@ -1,4 +1,4 @@
-"""A server from the options of specdec serve: what it loads, and what it does before the first request."""
+"""A server from the options of specdec serve: loading, warming up and listening."""
 
 import copy
 import functools
@@ -26,7 +26,7 @@ from specdec.tools.grammar.grammar import GrammarCompiler
 from specdec.tools.server.engine import Engine
 from specdec.tools.server.record import Recorder
 
-WARM_UP_SAMPLINGS = [Sampling(1.0, top_p=0.9), Sampling(1.0), Sampling()]  # one of each Sampling.kind
+WARM_UP_SAMPLINGS = [Sampling(1.0, top_p=0.9), Sampling(1.0), Sampling()]  # a sampling of each Sampling.kind
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -46,7 +46,7 @@ class ServeOptions(ProposerOptions):
 
 
 def find_presets(texts: dict[str, str]) -> dict[str, str]:
-    """Presets of serve. Raises ValueError for an option of sampling: each request says its own."""
+    """The presets of serve. Raises ValueError for an option of sampling, which each request sets for itself."""
     for name in SamplingOptions.model_fields:
         if f"decode.{name}" in texts:
             raise ValueError(f"decode.{name} is for each request to say: give {name} in the request.")
@@ -54,7 +54,7 @@ def find_presets(texts: dict[str, str]) -> dict[str, str]:
 
 
 def run_server(options: ServeOptions) -> None:
-    """Serves until it is stopped. Raises ValueError where nothing can be served."""
+    """Serves until it is stopped. Raises ValueError for options with which nothing can be served."""
     try:
         import uvicorn
 
@@ -98,7 +98,7 @@ def run_server(options: ServeOptions) -> None:
 
 
 def print_address(options: ServeOptions, listening: socket.socket, title: str) -> None:
-    """Prints where the server is, and who can reach it. title: what it serves"""
+    """Prints the server's address, and a warning if others can reach it. title: target and drafter"""
     if options.host not in LOCAL_HOSTS:
         progress.print_note(
             f"warning: anyone who reaches {options.host}:{options.port} can use this server: it asks for no password."
@@ -110,7 +110,7 @@ def print_address(options: ServeOptions, listening: socket.socket, title: str) -
 
 
 def make_engine(options: ServeOptions, loaded: LoadedProposer) -> Engine:
-    """An engine that has measured what rounds cost and compiled what requests need."""
+    """An engine, warmed up: the costs of rounds are measured, and all passes are compiled."""
     decoding.show_measuring(loaded.proposer)
     drafting = options.decode.make_drafting()
     runner, stop, target = drafting.runner(), loaded.stop, loaded.target
@@ -125,7 +125,7 @@ def make_engine(options: ServeOptions, loaded: LoadedProposer) -> Engine:
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """Takes a port before anything large is loaded. Raises ValueError if that cannot be."""
+    """A socket that listens, before anything large is loaded. Raises ValueError for an address that cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -134,7 +134,7 @@ def open_port(host: str, port: int) -> socket.socket:
 
 
 def warm_up_decoder(decoder: Decoder, rows: int) -> None:
-    """Decodes a little with distributions of every kind, so that what rounds cost is measured now."""
+    """Decodes a little with every kind of sampling, so that the costs of rounds are measured now."""
     for kind in WARM_UP_SAMPLINGS:
         batch = decoder.batch()
         batch.admit([Request([0], 4, sampling=kind) for _ in range(rows)])
@@ -146,7 +146,7 @@ def warm_up_decoder(decoder: Decoder, rows: int) -> None:
 
 
 def compile_seeded(engine: Engine, rows: int) -> None:
-    """Compiles now what only requests with a seed need, if anything is compiled."""
+    """Compiles the passes of requests with a seed, if passes are compiled."""
     decoder = engine.seeded.decoder
     if decoder.runner.by_shape and engine.seeded not in (engine.drafted, engine.plain):
         warm_up_decoder(decoder, rows)

@@ -1,4 +1,4 @@
-"""The text of an answer up to a stop string, piece by piece, while its tokens come."""
+"""The text of an answer up to a stop string, piece by piece, while its tokens arrive."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,9 @@ from specdec.core.answer_text import TextStream
 
 
 class StoppedText:
-    """Turns tokens into pieces of text that together are the answer's text before the first stop string.
+    """Turns tokens into pieces of text, which together are the answer's text before the first stop string.
 
-    stop_strings: what may be the beginning of one is kept back
+    stop_strings: texts that end the answer; text that may begin one of them is kept back
     """
 
     def __init__(self, stream: TextStream, stop_strings: Sequence[str] = ()):
@@ -17,20 +17,20 @@ class StoppedText:
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """The piece of text that the next token completes; it may be empty."""
+        """The text that the next token completes; it may be empty."""
         return self._release(self.stream.add(token))
 
     def end(self) -> str:
-        """What was kept back."""
-        rest = self._release(self.stream.end()) + self.kept_back
+        """The text that was kept back."""
+        text = self._release(self.stream.end()) + self.kept_back
         self.kept_back = ""
-        return rest
+        return text
 
     def _release(self, new_text: str) -> str:
         if self.stopped:
             return ""
         text = self.kept_back + new_text
-        starts = [place for string in self.stop_strings if (place := text.find(string)) >= 0]
+        starts = [text.find(string) for string in self.stop_strings if string in text]
         if starts:
             self.stopped, self.kept_back = True, ""
             return text[: min(starts)]
@@ -40,5 +40,5 @@ class StoppedText:
 
 
 def _overlap(text: str, string: str) -> int:
-    """The length of the longest end of the text that begins the string."""
+    """The length of the longest end of the text with which the string begins."""
     return next((num for num in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:num])), 0)

@@ -56,7 +56,7 @@ def test_each_way_of_counting(counts, counting, expected):
 def test_protocols_count_as_published(counts):
     """The formulas of the publications' own code, written out here."""
     lengths = {
-        name: suites.read_protocol(name).counting.compute_length(counts) for name in suites.list_protocol_names()
+        name: suites.read_protocol(name).counting.compute_length(counts) for name in suites.list_names("protocol")
     }
     assert lengths["deepspec"] == lengths["specbench"] == lengths["eagle"] == pytest.approx(EMITTED / ROUNDS)
     # completion tokens over verifications

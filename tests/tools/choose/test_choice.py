@@ -1,4 +1,4 @@
-"""Tests of specdec/tools/choose/choice.py: speedups by hand, acceptance at every K from one replay, loads, schedules."""
+"""Tests of specdec/tools/choose/choice.py: speedups by hand, acceptance at all K from one replay, loads, schedules."""
 
 import json
 
@@ -32,11 +32,11 @@ def table(*points, name="head"):
 
 def test_a_speedup_is_what_is_computed_by_hand():
     speedup = choice.find_speedup(chain(1, 2.0), table((1, 1, 0.016, 0.010)), 1, 100, 11)
-    assert speedup.value == pytest.approx(1.25) and not speedup.extrapolated  # 10 ms against 16 ms for two tokens
+    assert speedup.speedup == pytest.approx(1.25) and not speedup.extrapolated  # 10 ms against 16 ms for two tokens
     assert (speedup.low, speedup.high) == pytest.approx((0.010 * 1.9 / 0.016, 0.010 * 2.1 / 0.016))
     point = CostPoint("head", 1, 1, 100, 0.016, 0.010, error=0.05, opening=0.001)
     speedup = choice.find_speedup(chain(1, 2.0), RoundCosts([point], ""), 1, 100, 11)
-    assert speedup.value == pytest.approx(0.010 / (0.008 + 0.0001))  # the prompt's ms over ten tokens
+    assert speedup.speedup == pytest.approx(0.010 / (0.008 + 0.0001))  # the prompt's ms over ten tokens
     assert speedup.low < 0.010 * 1.9 / 0.016 - 0.05  # the error of the costs is in the interval
 
 
@@ -46,28 +46,19 @@ def test_one_replay_has_tau_of_every_number_of_drafts(small_target, temperature)
     sampling = Sampling(temperature=temperature)
     plain = Decoder(target, None, sampling=sampling, stop=set())
     answers = [plain.generate([prompt], 20, generator=torch.Generator().manual_seed(0)).tokens[0] for prompt in PROMPTS]
-    texts = list(zip(PROMPTS, answers))
-    acceptances = choice.summarise_chains(
-        "head", [replayed.acceptance for replayed in replay_answers(drafter, texts, depth=5, temperature=temperature)]
-    )
-    assert [each.shape for each in acceptances] == [f"chain of {num}" for num in range(1, 6)]
+    texts, emitted = list(zip(PROMPTS, answers)), sum(len(answer) - 1 for answer in answers)
+    replays = replay_answers(drafter, texts, depth=5, temperature=temperature)
+    acceptances = choice.summarise_chains("head", [replayed.acceptance for replayed in replays])
+    assert [acceptance.shape for acceptance in acceptances] == [f"chain of {num}" for num in range(1, 6)]
     for num, acceptance in enumerate(acceptances, start=1):
-        counted = [
-            replayed.expected_rounds for replayed in replay_answers(drafter, texts, depth=num, temperature=temperature)
-        ]
-        total = sum(number for number, _ in counted)
-        assert acceptance.tau == pytest.approx(sum(len(answer) - 1 for answer in answers) / total)
-        assert (
-            acceptance.tau == pytest.approx(1 + sum(acceptance.survival))
-            and acceptance.tau_ci[0] <= acceptance.tau <= acceptance.tau_ci[1]
-        )
+        replays = replay_answers(drafter, texts, depth=num, temperature=temperature)
+        assert acceptance.tau == pytest.approx(emitted / sum(replayed.expected_rounds[0] for replayed in replays))
+        assert acceptance.tau == pytest.approx(1 + sum(acceptance.survival))
+        assert acceptance.tau_ci[0] <= acceptance.tau <= acceptance.tau_ci[1]
         if not temperature:
             decoder = Decoder(target, HeadProposer(drafter, TreeShape(num, 1, num)), sampling=sampling, stop=set())
-            drafted = [decoder.generate([prompt], 20) for prompt in PROMPTS]
-            rounds = sum(len(generation.accepted[0]) for generation in drafted)
-            assert acceptance.tau == pytest.approx(
-                (sum(len(generation.tokens[0]) - 1 for generation in drafted)) / rounds
-            )
+            rounds = sum(len(decoder.generate([prompt], 20).accepted[0]) for prompt in PROMPTS)
+            assert acceptance.tau == pytest.approx(emitted / rounds)
 
 
 def test_the_best_shape_and_the_load_from_which_plain_is_faster():
@@ -89,10 +80,14 @@ def test_the_best_shape_and_the_load_from_which_plain_is_faster():
         "b": (2, False),
         "all": None,
     }
+    never = choice.find_crossings([chain(1, 1.0, "a")], costs, max_load=9, context=100, tokens=50)
+    assert never == {"a": (1, False), "all": (1, False)}
 
 
 def test_a_schedule_covers_every_load_once():
-    row = lambda load, drafts, speedup: {"load": load, "drafters": {"a": {"drafts": drafts, "speedup": speedup}}}
+    def row(load, drafts, speedup):
+        return {"load": load, "drafters": {"a": {"drafts": drafts, "speedup": speedup}}}
+
     table = [row(1, 4, 2.0), row(2, 4, 1.9), row(4, 2, 1.5), row(8, 2, 0.9), row(16, 1, 0.8)]
     assert choice.find_schedule(table, "a") == [(1, 3, 4), (4, 7, 2), (8, 16, 0)]
     assert choice.find_schedule(table[2:3], "a") == [(1, 4, 2)]

@@ -1,5 +1,6 @@
 """Tests of specdec/tools/choose/round_costs.py: interpolation, timing, files of earlier choices."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -13,32 +14,35 @@ from specdec.tools.choose.round_costs import CostPoint, RoundCosts
 from tests.support import Scripted, chain_of, greedy, make_drafter, oracle
 
 
+def make_costs(*points, **fields) -> RoundCosts:
+    """points: rows, drafts, context, seconds, plain"""
+    return RoundCosts([CostPoint("a", *point) for point in points], "here", **fields)
+
+
 def test_between_points_costs_are_lines():
-    points = [CostPoint("a", 1, 2, 100, 2.0, 1.0), CostPoint("a", 1, 4, 100, 3.0, 1.0), CostPoint("a", 5, 2, 100, 6.0, 3.0),
-              CostPoint("a", 1, 2, 300, 4.0, 3.0, error=0.2)]  # fmt: skip
-    costs = RoundCosts.from_json(json.loads(json.dumps(RoundCosts(points, "here").to_json())))
-    estimate = lambda *position: costs.estimate("a", *position)
-    assert (estimate(2, 1, 100).seconds, estimate(3, 1, 100).seconds, estimate(1, 1, 100).seconds) == (
-        2.0,
-        2.5,
-        1.5,
-    )  # 0 drafts are plain
-    assert (estimate(2, 3, 100).seconds, estimate(2, 3, 100).plain) == (4.0, 2.0)
-    assert (estimate(2, 1, 200).seconds, estimate(2, 1, 200).plain, estimate(2, 1, 200).error) == (3.0, 2.0, 0.1)
-    marks = [
-        estimate(2, 5, 100).extrapolated,
-        estimate(2, 7, 100).extrapolated,
-        estimate(8, 1, 100).extrapolated,
-        estimate(3, 5, 100).extrapolated,
-    ]
-    assert (
-        marks == [False, True, True, True] and estimate(2, 7, 100).seconds == 8.0 and estimate(8, 1, 100).seconds == 5.0
-    )
-    assert [estimate(2, 1, context).extrapolated for context in (70, 80, 370, 380)] == [True, False, False, True]
-    assert not estimate(2, 1, 100).extrapolated and estimate(1, 1, 100).extrapolated  # nothing is known below 2 drafts
-    never = RoundCosts([CostPoint("a", 1, 0.0, 100, 1.1, 1.0)], "")  # a proposer that drafted nothing
-    assert never.estimate("a", 0.0, 1, 100).seconds == 1.1 and not never.estimate("a", 0.0, 1, 100).extrapolated
-    falling = RoundCosts([CostPoint("a", 1, 1, 0, 4.0, 1.0), CostPoint("a", 2, 1, 0, 2.0, 1.0)], "")
+    points = [(1, 2, 100, 2.0, 1.0), (1, 4, 100, 3.0, 1.0), (5, 2, 100, 6.0, 3.0), (1, 2, 300, 4.0, 3.0, 0.2)]
+    costs = RoundCosts.from_json(json.loads(json.dumps(make_costs(*points).to_json())))
+
+    def estimate(*position):
+        return costs.estimate("a", *position)
+
+    for position, seconds, plain, error in (
+        ((2, 1, 100), 2.0, 1.0, 0.0),
+        ((3, 1, 100), 2.5, 1.0, 0.0),
+        ((1, 1, 100), 1.5, 1.0, 0.0),  # 0 drafts are plain
+        ((2, 3, 100), 4.0, 2.0, 0.0),
+        ((2, 1, 200), 3.0, 2.0, 0.1),
+        ((2, 7, 100), 8.0, 4.0, 0.0),
+        ((8, 1, 100), 5.0, 1.0, 0.0),
+    ):
+        point = estimate(*position)
+        assert (point.seconds, point.plain, point.error) == (seconds, plain, error), position
+    outside = [(2, 7, 100), (8, 1, 100), (3, 5, 100), (1, 1, 100), (2, 1, 70), (2, 1, 380)]  # none is below 2 drafts
+    assert all(estimate(*position).extrapolated for position in outside)
+    assert not any(estimate(*position).extrapolated for position in [(2, 5, 100), (2, 1, 100), (2, 1, 80), (2, 1, 370)])
+    never = make_costs((1, 0.0, 100, 1.1, 1.0)).estimate("a", 0.0, 1, 100)  # a proposer that drafted nothing
+    assert never.seconds == 1.1 and not never.extrapolated
+    falling = make_costs((1, 1, 0, 4.0, 1.0), (2, 1, 0, 2.0, 1.0))
     assert falling.estimate("a", 1, 50, 0).seconds == 1.0  # never less than half of the nearest point
     with pytest.raises(ValueError, match="no costs of b, only of a"):
         costs.estimate("b", 1, 1, 100)
@@ -70,9 +74,8 @@ def test_texts_grow_alike_while_rounds_are_timed(small_target):
     prompt = [1, 2, 3]
     text = prompt + greedy(small_target, None).generate([prompt], 150).tokens[0]
     decoders = {0: greedy(small_target, None)}
-    decoders |= {
-        num: greedy(small_target, Scripted([text], num, oracle(num))) for num in (1, 7)
-    }  # all drafts are accepted
+    for num in (1, 7):
+        decoders[num] = greedy(small_target, Scripted([text], num, oracle(num)))  # all drafts are accepted
     timed = round_costs.time_rounds(decoders, [prompt], 1, seed=0)
     upper, lower = round_costs.MAX_ROUNDS, round_costs.MIN_ROUNDS
     assert {num: len(each["seconds"]) for num, each in timed.items()} == {0: upper, 1: upper // 2, 7: lower}
@@ -83,7 +86,7 @@ def test_loads_are_timed_until_rounds_are_long_and_without_what_cannot_pay(monke
 
     def time_rounds(decoders, texts, rows, seed):
         calls.append((rows, sorted(decoders), [len(text) for text in texts]))
-        return {num: {"seconds": [rows * (1 + num)] * 3, "opening": 0.0} for num in decoders}
+        return {num: {"seconds": [rows * (1 + num)] * 3, "opening": float(num)} for num in decoders}
 
     monkeypatch.setattr(round_costs, "time_rounds", time_rounds)
     monkeypatch.setattr(round_costs, "LONGEST_ROUND", 30.0)
@@ -102,12 +105,9 @@ def test_loads_are_timed_until_rounds_are_long_and_without_what_cannot_pay(monke
         (16, [0, 1], calls[3][2]),
     ]
     assert {point.context for point in points} == {5} and [each.rows for each in points] == [1, 1, 2, 2, 4, 4, 8, 16]
-    assert [[point.rows for point in new_points] for new_points in stored] == [
-        [1, 1],
-        [4, 4],
-        [8],
-        [16],
-    ]  # at once, and new ones only
+    assert [point.opening for point in points] == [1, 1, 0, 0, 1, 1, 1, 1]  # any drafts read the same prompts
+    stored_rows = [(point.rows, point.drafts) for point in itertools.chain(*stored)]  # at once, and new ones only
+    assert len(stored) == 4 and stored_rows == [(1, 1), (1, 8), (4, 1), (4, 8), (8, 1), (16, 1)]
     calls.clear()
     monkeypatch.setattr(round_costs, "LONGEST_ROUND", 100.0)
     round_costs.time_loads(
@@ -118,10 +118,7 @@ def test_loads_are_timed_until_rounds_are_long_and_without_what_cannot_pay(monke
 
 def test_loads_of_a_server_differ_though_each_has_its_own_context():
     common = {"tau": 2.0, "drafts": 3}
-    drafted = [
-        {**common, "rows": 1, "seconds": 1.0, "context": 100},
-        {**common, "rows": 9, "seconds": 3.0, "context": 140},
-    ]
+    drafted = [{**common, "rows": rows, "seconds": rows / 4 + 0.75, "context": 95 + 5 * rows} for rows in (1, 9)]
     costs = round_costs.make_server_costs(drafted, {1: 1.0, 9: 2.0}, "", "a")
     assert [costs.estimate("a", 3, rows, 100).seconds for rows in (1, 5, 9)] == [2.0, 4.0, 6.0]
     assert not costs.estimate("a", 3, 5, 100).extrapolated
@@ -142,8 +139,8 @@ def test_files_of_another_form_are_refused(tmp_path, text):
 
 
 def test_weights_of_shared_experts_are_read_by_every_token():
-    part = lambda: torch.nn.Linear(2, 2, bias=False)
-    layer = torch.nn.ModuleDict({"experts": part(), "shared_experts": part(), "norm": torch.nn.LayerNorm(3)})
+    experts, shared = (torch.nn.Linear(2, 2, bias=False) for _ in range(2))
+    layer = torch.nn.ModuleDict({"experts": experts, "shared_experts": shared, "norm": torch.nn.LayerNorm(3)})
     decoder = torch.nn.ModuleDict({"layer": layer})
     assert count_weights(decoder, torch.zeros(0), Experts(8, 2)) == (10, 4)
-    assert count_weights(decoder, layer["shared_experts"].weight, None) == (10, 0)
+    assert count_weights(decoder, shared.weight, None) == (10, 0)

@@ -1,4 +1,4 @@
-"""Tests of answers under a grammar: the distribution of the constrained target, greedy identity, masks, pruning, ends, bad grammars."""
+"""Tests of answers under a grammar: the constrained distribution, greedy identity, masks, ends, bad grammars."""
 
 import collections
 import json
@@ -64,7 +64,7 @@ def next_distribution(sampling: Sampling, text: tuple[int, ...], seed: int) -> t
 
 
 def error(decoder: Decoder, number: int, monkeypatch, *, seed: int = 3, alone: bool = False) -> float:
-    """The largest difference between the distribution of texts that begin with this round's tokens and the constrained target's."""
+    """The largest difference of the distribution of texts behind this round's tokens to the constrained target's."""
 
     def probability(before, text):
         distributions = (next_distribution(decoder.sampling, before + text[:n], seed) for n in range(len(text)))
@@ -75,24 +75,26 @@ def error(decoder: Decoder, number: int, monkeypatch, *, seed: int = 3, alone: b
     emitted_probability, before = collections.Counter(), outcomes[0][0]
     for _, weight, emitted in outcomes:
         emitted_probability[emitted] += weight
-    distribution = {
-        text: sum(emitted_probability[text[:n]] * probability(before + text[:n], text[n:]) for n in range(1, 4))
-        for text in THREE_TOKENS
-    }
+    distribution = {}
+    for text in THREE_TOKENS:
+        beginnings = [(text[:n], probability(before + text[:n], text[n:])) for n in range(1, 4)]
+        distribution[text] = sum(emitted_probability[emitted] * chance for emitted, chance in beginnings)
     return max(abs(distribution[text] - probability(before, text)) for text in THREE_TOKENS)
 
 
+def auto_with(target, *members) -> AutoProposer:
+    return AutoProposer(target, members=[*members], costs=make_costs(FREE, plain=1.0, absorb=0, step=0))
+
+
 def decoder_of(setting: str, sampling: str, rule: str) -> Decoder:
-    target = sampled_target()
-    head = HeadProposer(
-        make_drafter(target, "eagle"), TREE if "tree" in setting else CHAIN, children=CHILDREN.get(setting, "chosen")
-    )
-    ngram = Ngram(target, min=1, max=2, num=2)
-    proposer = {
+    target, shape = sampled_target(), TREE if "tree" in setting else CHAIN
+    head = HeadProposer(make_drafter(target, "eagle"), shape, children=CHILDREN.get(setting, "chosen"))
+    proposers = {
         "plain": None,
         "forced": Forced(target, num=3),
-        "auto": AutoProposer(target, members=[Forced(target, num=2), ngram, head], costs=make_costs(FREE, plain=1.0, absorb=0, step=0)),
-    }.get(setting, head)  # fmt: skip
+        "auto": auto_with(target, Forced(target, num=2), Ngram(target, min=1, max=2, num=2), head),
+    }
+    proposer = proposers.get(setting, head)
     return Decoder(target, proposer, sampling=SAMPLINGS[sampling], stop=set(), rule=rule)
 
 
@@ -167,11 +169,12 @@ def test_greedy_answers_are_those_of_plain_constrained_decoding(small_target, se
     target, prompts = small_target, [random_tokens(length, length, small_target.vocab_size) for length in (5, 9, 2)]
     ngram = Ngram(target, min=1, max=3, num=4)
     head = HeadProposer(make_drafter(target, "eagle", False), TREE if "tree" in setting else CHAIN)
-    proposer = {
+    proposers = {
         "forced": Forced(target, num=4),
         "ngram": ngram,
-        "auto": AutoProposer(target, members=[Forced(target, num=4), ngram, head], costs=make_costs(FREE, plain=1.0, absorb=0, step=0)),
-    }.get(setting, head)  # fmt: skip
+        "auto": auto_with(target, Forced(target, num=4), ngram, head),
+    }
+    proposer = proposers.get(setting, head)
     answers = []
     for drafting in (None, proposer):
         decoder = Decoder(target, drafting, sampling=Sampling(), stop=set())
@@ -187,9 +190,11 @@ def test_greedy_answers_are_those_of_plain_constrained_decoding(small_target, se
 
 def test_requests_with_and_without_grammars_join_and_leave(small_target):
     prompts = [random_tokens(row, 3 + row, small_target.vocab_size) for row in range(6)]
-    constraint = lambda number: constraints_of(6, small_target.vocab_size, free=2)[number]
-    members = [Forced(small_target, num=4), Ngram(small_target, min=1, max=3, num=4)]
-    proposer = AutoProposer(small_target, members=members, costs=make_costs(FREE, plain=1.0, absorb=0, step=0))
+
+    def constraint(number):
+        return constraints_of(6, small_target.vocab_size, free=2)[number]
+
+    proposer = auto_with(small_target, Forced(small_target, num=4), Ngram(small_target, min=1, max=3, num=4))
     decoder = Decoder(small_target, proposer, sampling=Sampling(), stop=set())
     found = dict(decoder.answers(prompts, 20, batch_size=2, constraint=constraint))
     for number, prompt in enumerate(prompts):
@@ -202,7 +207,10 @@ def test_requests_with_and_without_grammars_join_and_leave(small_target):
 
 def test_forced_drafts_are_never_refused(small_target):
     """A grammar that alternates between one token and a choice of two."""
-    language = lambda text: {len(text) % 6} if len(text) % 5 else {1, 2}
+
+    def language(text):
+        return {len(text) % 6} if len(text) % 5 else {1, 2}
+
     decoder = Decoder(small_target, Forced(small_target, num=8), sampling=Sampling(), stop=set())
     constraint = GrammarConstraint(Language(language, small_target.vocab_size), frozenset())
     answer = decoder.generate([[1, 2, 3]], 31, constraints=[constraint])
@@ -231,6 +239,12 @@ def test_a_sampled_draft_that_is_not_allowed_stays_and_what_is_below_it_goes():
     assert kept.tokens.tolist() == [[0, 1, 2]] and kept.linear and torch.equal(kept.probs, tree.probs[:, :3])
 
 
+def test_each_token_has_a_bit_of_its_own():
+    constraint = GrammarConstraint(Language(lambda text: {9}, 16), frozenset())
+    following, at_nine, at_thirteen = constraint.allowed([0, 9, 13], [-1, 0, 0])
+    assert following == at_nine and following[:2] == bytes([0, 2]) and at_thirteen is None
+
+
 def test_behind_the_end_of_an_answer_everything_is_allowed():
     constraint = GrammarConstraint(Language(lambda text: {1, 3}, 4), frozenset({3}))
     assert constraint.allowed([0, 3, 2, 2], [-1, 0, 1, 0])[1:] == [b"", b"", None]
@@ -250,12 +264,9 @@ def real_grammars():
     return load_tokenizer(str(REAL_TARGET)), GrammarCompiler(load_tokenizer(str(REAL_TARGET)), 49152, {2})
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}  # fmt: skip
+NAME, AGE = {"type": "string", "maxLength": 12}, {"type": "integer", "minimum": 0, "maximum": 120}
+SCHEMA = {"type": "object", "properties": {"name": NAME, "age": AGE}, "required": ["name", "age"]}
+SCHEMA |= {"additionalProperties": False}
 
 
 def test_a_schema_forces_its_names_and_ends_with_a_stop_token(real_grammars):
@@ -331,7 +342,10 @@ def test_without_stop_tokens_or_the_package_a_sentence_says_what_to_do(monkeypat
 
 def test_an_answer_ends_with_its_stop_token_under_a_grammar(small_target):
     """The grammar allows an end only after six tokens; the target must then choose it."""
-    language = lambda text: {1, 2} if len(text) < 6 else {3}
+
+    def language(text):
+        return {1, 2} if len(text) < 6 else {3}
+
     for proposer in (None, Forced(small_target, num=4), Ngram(small_target, min=1, max=2, num=6)):
         decoder = Decoder(small_target, proposer, sampling=Sampling(), stop={3})
         constraint = GrammarConstraint(Language(language, small_target.vocab_size), frozenset({3}))

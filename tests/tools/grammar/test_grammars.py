@@ -8,12 +8,9 @@ from scripts import generate
 from tests.support import byte_fallback_tokenizer, save_eagle, save_target
 
 pytestmark = pytest.mark.full
-SCHEMA = {
-    "type": "object",
-    "properties": {"sky": {"enum": ["blue", "grey"]}, "numbers": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 3}},
-    "required": ["sky", "numbers"],
-    "additionalProperties": False,
-}  # fmt: skip
+NUMBERS = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 3}
+SCHEMA = {"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}, "numbers": NUMBERS}}
+SCHEMA |= {"required": ["sky", "numbers"], "additionalProperties": False}
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import contextlib
 import queue
-from dataclasses import replace
 
 import pytest
 import torch
@@ -43,6 +42,15 @@ class Client:
     @property
     def tokens(self) -> list[int]:
         return [token for each in self.rounds for token in each.tokens]
+
+
+def make_clients(samplings: list[Sampling], speculate: bool) -> list[Client]:
+    return [Client([3, 4], 6, sampling, speculate=speculate) for sampling in samplings]
+
+
+def ask_all(engine: Engine, clients: list[Client]) -> None:
+    for client in clients:
+        client.ask(engine)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +179,8 @@ def test_a_client_whose_events_cannot_be_delivered_disturbs_nobody(engine):
 
 # Rows whose distributions have no token
 
-NOTHING = Sampling(0.8, repetition_penalty=7.0)  # `without_numbers` takes its logits
+NO_TOKENS = [Sampling(t, repetition_penalty=7.0) for t in (0.8, 0.0)]  # `without_numbers` takes their logits
+COLD = [Sampling(t) for t in (1e-38, 1e-45, 1e-30, 1e-12)]  # temperatures at which one token is left
 
 
 def without_numbers(sampling, logits, seen):
@@ -183,25 +192,18 @@ def without_numbers(sampling, logits, seen):
 def test_a_row_without_a_token_ends_alone(small_target, drafter, monkeypatch, speculate, sampling):
     monkeypatch.setattr(Sampling, "penalise", without_numbers)
     alone, accompanied = (Client([5, 1, 3], 40, sampling, seed=1, speculate=speculate, endless=True) for _ in range(2))
-    other = lambda sampling: Client([3, 4], 6, sampling, speculate=speculate)
-    bad = [other(replace(NOTHING, temperature=t)) for t in (0.8, 0.0)]
-    tiny = [other(Sampling(t)) for t in (1e-38, 1e-45, 1e-30, 1e-12)]
+    bad, tiny, (plain,) = (make_clients(samplings, speculate) for samplings in (NO_TOKENS, COLD, [GREEDY]))
     with at_work(make_engine(small_target, drafter, rows=4)) as engine:
         assert alone.ask(engine).wait().reason == "length"
-        plain = other(GREEDY).ask(engine)
-        plain.wait()
-        accompanied.call_after_two_events(lambda: [each.ask(engine) for each in (*bad, *tiny)])
+        plain.ask(engine).wait()
+        accompanied.call_after_two_events(lambda: ask_all(engine, [*bad, *tiny]))
         accompanied.ask(engine)
-        ends = [client.wait() for client in bad]
-        for client in tiny:
-            assert client.wait().reason in ("stop", "length") and client.tokens == plain.tokens
-        assert (
-            accompanied.wait().reason == "length"
-            and len(accompanied.tokens) == 40
-            and accompanied.tokens == alone.tokens
-        )
-    assert {end.reason for end in ends} == {"error"} and not any(client.tokens for client in bad)
-    assert all(end.message.startswith("No token can follow the answer's first 0: ") for end in ends)
+        ends = [client.wait() for client in (*bad, *tiny, accompanied)]
+    assert accompanied.tokens == alone.tokens and len(alone.tokens) == 40
+    assert [client.tokens for client in tiny] == [plain.tokens] * 4 and [client.tokens for client in bad] == [[], []]
+    assert [end.reason for end in ends[:2]] == ["error", "error"] and ends[-1].reason == "length"
+    for end in ends[:2]:
+        assert end.message.startswith("No token can follow the answer's first 0: ")
 
 
 def test_prompts_that_cannot_be_read_do_not_end_what_runs(small_target, drafter, monkeypatch):

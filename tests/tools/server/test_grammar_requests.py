@@ -3,15 +3,14 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
-from specdec.text import conversations as data
+from specdec.text import conversations
 from specdec.tools.grammar.grammar import Grammar, GrammarCompiler
 from tests.support import small_tokenizer
-from tests.tools.server.test_app import STOP, serving
+from tests.tools.server.test_app import STOP, post, read_error, read_text, serving
 
 pytest.importorskip("llguidance")
 
@@ -22,7 +21,8 @@ SCHEMA = {
     "additionalProperties": False,
 }  # fmt: skip
 FORMAT = {"type": "json_schema", "json_schema": {"name": "sky", "strict": True, "schema": SCHEMA}}
-CHAT = {"messages": [{"role": "user", "content": "What is the sky?"}], "temperature": 0, "max_tokens": 60}
+UNMET = {"type": "integer", "minimum": 3, "maximum": 1}
+QUESTION = [{"role": "user", "content": "What is the sky?"}]
 
 
 @pytest.fixture(scope="module")
@@ -31,28 +31,22 @@ def url(tiny):
         yield url
 
 
-def post(url: str, **fields) -> httpx.Response:
-    return httpx.post(f"{url}/v1/chat/completions", json=CHAT | fields, timeout=60)
-
-
-def text_of(answer: httpx.Response) -> str:
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["message"]["content"]
+def ask(url: str, **fields):
+    return post(url, messages=QUESTION, **{"max_tokens": 60, **fields})
 
 
 def test_answers_follow_the_schema_as_those_of_the_decoder_alone(tiny, url):
-    answer = post(url, response_format=FORMAT)
-    assert (
-        set(json.loads(text_of(answer))) == {"sky", "number"} and answer.json()["choices"][0]["finish_reason"] == "stop"
-    )
+    answer = ask(url, response_format=FORMAT)
+    assert set(json.loads(read_text(answer))) == {"sky", "number"}
+    assert answer.json()["choices"][0]["finish_reason"] == "stop"
     tokenizer = small_tokenizer()
-    constraint = GrammarCompiler(tokenizer, tiny.vocab_size, STOP).make_constraint(
-        Grammar.from_row({"json_schema": SCHEMA})
-    )
+    grammar = Grammar.from_row({"json_schema": SCHEMA})
+    constraint = GrammarCompiler(tokenizer, tiny.vocab_size, STOP).make_constraint(grammar)
+    prompt = conversations.encode_prompt(tokenizer, QUESTION)
     decoder = Decoder(tiny, None, sampling=Sampling(), stop=STOP)
-    prompt = data.encode_prompt(tokenizer, CHAT["messages"])
     (alone,) = decoder.generate([prompt], 60, constraints=[constraint]).tokens
-    assert text_of(answer) == tokenizer.decode(alone, skip_special_tokens=True)
+    assert read_text(answer) == tokenizer.decode(alone, skip_special_tokens=True)
+    assert read_text(ask(url, response_format={"type": "json_object"}, max_tokens=200)).startswith("{")
 
 
 def test_ruled_and_free_requests_are_answered_together(url):
@@ -66,16 +60,11 @@ def test_ruled_and_free_requests_are_answered_together(url):
         {"response_format": FORMAT, "speculate": False},
         {"response_format": {"type": "text"}},
     ]  # fmt: skip
-    alone = [text_of(post(url, **kind)) for kind in kinds]
+    alone = [read_text(ask(url, **kind)) for kind in kinds]
     with ThreadPoolExecutor(14) as pool:
-        together = list(pool.map(lambda kind: text_of(post(url, **kind)), kinds * 2))
+        together = list(pool.map(lambda kind: read_text(ask(url, **kind)), kinds * 2))
     assert together == alone * 2 and alone[1] == alone[6] and alone[0] == alone[5]
     assert alone[2].replace("sky", "").replace("blue", "") == "" and set(json.loads(alone[4])) == {"sky", "number"}
-
-
-def test_a_json_object_may_be_anything(url):
-    answer = post(url, response_format={"type": "json_object"}, max_tokens=200)
-    assert text_of(answer).startswith("{")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +72,7 @@ def test_a_json_object_may_be_anything(url):
     [
         ({"response_format": {"type": "json_schema"}}, "needs json_schema"),
         ({"response_format": {"type": "xml"}}, "give a type"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "minimum": 3, "maximum": 1}}}}, "minimum"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": UNMET}}}, "minimum"),
         ({"structured_outputs": {"regex": "(a"}}, "regex cannot be used"),
         ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "give regex or grammar"),
         ({"structured_outputs": {}}, "give regex or grammar"),
@@ -92,5 +81,4 @@ def test_a_json_object_may_be_anything(url):
     ],
 )  # fmt: skip
 def test_what_cannot_be_followed_is_refused_in_a_sentence(url, fields, sentence):
-    answer = post(url, **fields)
-    assert answer.status_code == 400 and sentence in answer.json()["error"]["message"]
+    assert sentence in read_error(ask(url, **fields))

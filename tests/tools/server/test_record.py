@@ -1,6 +1,7 @@
 """Tests of recorded conversations: the rows, their files, and what the server records for each request."""
 
 import contextlib
+import itertools
 import json
 import logging
 import shutil
@@ -8,18 +9,16 @@ import stat
 from types import SimpleNamespace
 
 import httpx
-import openai
 import pytest
 
-from specdec.core import files
+from specdec.core import files, row_files
 from specdec.core.sampling import Sampling
 from specdec.proposers import datastore_texts
-from specdec.text import conversations as data
-from specdec.text import reading
+from specdec.text import conversations, reading
 from specdec.tools.server.app import ServerContext
 from specdec.tools.server.record import Exchange, Recorder
 from tests.support import greedy, load_packs, small_tokenizer, word_tokenizer
-from tests.tools.server.test_app import STOP, await_idle, serving
+from tests.tools.server.test_app import LONG, STOP, await_idle, leave_early, post, read_error, read_text, serving
 from train.data import encoding
 
 TARGET = SimpleNamespace(name="tiny", fingerprint=lambda: "0123456789abcdef")
@@ -39,7 +38,7 @@ def question(text: str) -> list[dict]:
 def chat(text: str, *, messages=None, **changes) -> Exchange:
     """A question and its answer, whose ids are the letters one by one, as no tokenizer would cut them."""
     messages = messages or question(text)
-    prompt = data.encode_prompt(small_tokenizer(), messages)
+    prompt = conversations.encode_prompt(small_tokenizer(), messages)
     letters = [token for letter in "the sky" for token in small_tokenizer()(letter)["input_ids"]]
     fields = {"id": text, "finish": "stop", "seed": 3, "grammar": None, "head": "run/step_000100"}
     given = {"messages": messages, "text": "the sky"} | changes
@@ -74,7 +73,7 @@ def test_a_row_holds_the_request_and_what_became_of_the_drafts(tmp_path):
         "id": "hi", "conversation": "c1", "category": "traffic",
         "messages": [*question("hi"), {"role": "assistant", "content": "the sky"}], "texts": None,
         "tokens": exchange.tokens, "prompt_tokens": exchange.num_prompt, "ids": "given",
-        "tokenizer": data.find_vocabulary(small_tokenizer(), len(small_tokenizer()))[0],
+        "tokenizer": conversations.find_vocabulary(small_tokenizer(), len(small_tokenizer()))[0],
         "target": "tiny", "target_fingerprint": "0123456789abcdef",
         "temperature": 0.5, "top_k": None, "top_p": 0.9, "repetition_penalty": 1.0, "seed": 3, "grammar": None,
         "finish": "stop", "rounds": 2, "drafted": 6, "accepted": [2, 0], "head": "run/step_000100",
@@ -94,11 +93,11 @@ def test_rows_train_as_they_are(tmp_path):
         str(tmp_path / "t"), encoding.Encoding(small_tokenizer(), tmp_path / "cache"), length=64, packed=False
     )
     found = {tuple(each.tokens): each.mask for number in range(2) for each in packs[number]}
-    conversations = reading.load_conversations(str(tmp_path / "t"))
-    for row, conversation in zip(rows, conversations):
+    loaded = reading.load_conversations(str(tmp_path / "t"))
+    for row, conversation in zip(rows, loaded):
         mask = [False] * row["prompt_tokens"] + [True] * (len(row["tokens"]) - row["prompt_tokens"])
         assert found[tuple(row["tokens"])] == mask
-        encoded = data.encode(small_tokenizer(), conversation)
+        encoded = conversations.encode(small_tokenizer(), conversation)
         assert (encoded.tokens, encoded.mask, encoded.category) == (row["tokens"], mask, "traffic")
     texts = list(datastore_texts.read_texts(str(tmp_path / "t"), small_tokenizer()))
     answers = [row["tokens"][row["prompt_tokens"] :] for row in rows]
@@ -106,7 +105,7 @@ def test_rows_train_as_they_are(tmp_path):
     with pytest.raises(ValueError, match="no prompt"):
         reading.load_prompts(str(tmp_path / "t"))
     with pytest.raises(ValueError, match="no messages, and its token ids are of another tokenizer"):
-        data.encode(word_tokenizer(20), conversations[1])
+        conversations.encode(word_tokenizer(20), loaded[1])
 
 
 def test_turns_of_a_conversation_share_its_id(tmp_path):
@@ -126,7 +125,8 @@ def test_every_recorder_has_a_file_of_its_own(tmp_path):
     recorders = [make_recorder(tmp_path) for _ in range(2)]
     for number in range(4):
         recorders[number % 2].record(chat(str(number)))
-    assert [[json.loads(line)["id"] for line in each.path.open()] for each in recorders] == [["0", "2"], ["1", "3"]]
+    rows = [row_files.read_own_lines(recorder.path) for recorder in recorders]
+    assert [row["id"] for _, row in itertools.chain(*rows)] == ["0", "2", "1", "3"]
     assert [each.path.name for each in recorders] == ["traffic-000008.jsonl", "traffic-000009.jsonl"]
 
 
@@ -159,25 +159,22 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
 
 # The server
 
+QUESTION = question("Say hello.")
+
 
 @contextlib.contextmanager
 def recorded(tiny, folder, *, serve: dict | None = None):
-    """A server that records -> its URL, and what it serves"""
+    """A server that records -> its URL, and its context"""
     recorder = Recorder(folder)
     recorder.set_origin(tiny, small_tokenizer())
-    with serving(tiny, recorder=recorder, **(serve or {})) as found:
-        yield found
+    with serving(tiny, recorder=recorder, **(serve or {})) as url_and_context:
+        yield url_and_context
 
 
-def ask(url: str, path: str = "chat/completions", **fields) -> httpx.Response:
-    body = {
-        "max_tokens": 12,
-        "temperature": 0,
-        **({"messages": question("Say hello.")} if path.startswith("chat") else {}),
-    }
-    answer = httpx.post(f"{url}/v1/{path}", json=body | fields, timeout=60)
-    answer.raise_for_status()
-    return answer
+def ask(url: str, **fields) -> dict:
+    response = post(url, messages=QUESTION, **{"max_tokens": 12, **fields})
+    assert response.status_code == 200, response.text
+    return response.json() if not fields.get("stream") else {}
 
 
 def rows_of(served: ServerContext) -> list[dict]:
@@ -185,69 +182,56 @@ def rows_of(served: ServerContext) -> list[dict]:
 
 
 def test_a_chat_is_recorded_with_the_ids_that_were_written(tiny, tmp_path):
-    messages = question("Say hello.")
-    prompt = data.encode_prompt(small_tokenizer(), messages)
+    prompt = conversations.encode_prompt(small_tokenizer(), QUESTION)
     answer = greedy(tiny, None, STOP).generate([prompt], 12).tokens[0]
     with recorded(tiny, tmp_path) as (url, served):
         assert httpx.get(f"{url}/health").json()["recording"] is True
-        whole = ask(url, metadata={"conversation": "c7"}, seed=4, top_k=3).json()
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            more = {"chat_template_kwargs": {"enable_thinking": False}}
-            stream = client.chat.completions.create(
-                model="tiny", messages=messages, max_tokens=12, temperature=0, stream=True, extra_body=more
-            )
-            text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        whole = ask(url, metadata={"conversation": "c7"}, seed=4, top_k=3)
+        ask(url, stream=True, chat_template_kwargs={"enable_thinking": False})
         first, second = rows_of(served)
-    assert first["id"] == whole["id"] and first["conversation"] == "c7"
+    assert first["id"] == whole["id"] and first["conversation"] == "c7" != second["conversation"]
     assert first["seed"] == 4 and "chat_template_kwargs" not in first
-    assert second["conversation"] != "c7" and second["chat_template_kwargs"] == {"enable_thinking": False}
+    assert second["chat_template_kwargs"] == {"enable_thinking": False}
     choice, counts = whole["choices"][0], whole["usage"]["speculation"]
     for row in (first, second):
         assert row["tokens"] == prompt + answer and row["prompt_tokens"] == len(prompt)
-        assert row["messages"] == [*messages, {"role": "assistant", "content": choice["message"]["content"]}]
+        assert row["messages"] == [*QUESTION, {"role": "assistant", "content": choice["message"]["content"]}]
         assert (row["finish"], row["temperature"], row["source"]) == (choice["finish_reason"], 0, "server")
-        found = row["rounds"], row["drafted"], sum(row["accepted"])
-        assert found == tuple(counts[name] for name in ("rounds", "drafted", "accepted"))
-        assert len(row["accepted"]) == row["rounds"] and row["head"] == "run/step"
-        assert (row["target"], row["target_fingerprint"]) == (tiny.name, tiny.fingerprint())
-        encoded = data.encode(small_tokenizer(), row)
+        assert (row["rounds"], row["drafted"]) == (counts["rounds"], counts["drafted"])
+        assert sum(row["accepted"]) == counts["accepted"] and len(row["accepted"]) == row["rounds"]
+        assert (row["head"], row["target"]) == ("run/step", tiny.name)
+        assert row["target_fingerprint"] == tiny.fingerprint()
+        encoded = conversations.encode(small_tokenizer(), row)
         assert encoded.tokens == row["tokens"] and sum(encoded.mask) == len(answer)
-    assert text == choice["message"]["content"]
 
 
 def test_completions_are_recorded_with_their_texts_and_sampling(tiny, tmp_path):
     tokens = small_tokenizer()("Count to")["input_ids"]
     sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.2}
     with recorded(tiny, tmp_path) as (url, served):
-        answers = [ask(url, "completions", prompt=prompt, **sampling).json() for prompt in ("Count to", tokens)]
+        texts = [read_text(post(url, "completions", prompt=prompt, **sampling)) for prompt in ("Count to", tokens)]
         ask(url, temperature=None, stop=["\u0120never"])
         *rows, last = rows_of(served)
-    for row, answer in zip(rows, answers):
-        assert row["messages"] is None and row["texts"] == ["Count to", answer["choices"][0]["text"]]
-        assert row["tokens"][: row["prompt_tokens"]] == tokens and data.encode(small_tokenizer(), row).tokens
+    for row, text in zip(rows, texts):
+        assert row["messages"] is None and row["texts"] == ["Count to", text]
+        assert row["tokens"][: row["prompt_tokens"]] == tokens and conversations.encode(small_tokenizer(), row).tokens
         assert sampling.items() <= row.items() and row["seed"] is row["grammar"] is None
     assert rows[0]["conversation"] == rows[1]["conversation"]
     assert [last[name] for name in sampling] == [1.0, None, None, 1.0]
 
 
 def test_who_opts_out_fails_or_leaves_is_not_recorded(tiny, tmp_path):
-    messages = question("Say hello.")
     with recorded(tiny, tmp_path) as (url, served):
         ask(url, store=False)
         ask(url, store=False, stream=True)
-        for more in ({"n": 2}, {"metadata": "no"}, {"store": "no"}):
-            found = httpx.post(f"{url}/v1/chat/completions", json={"messages": messages, **more})
-            assert found.status_code == 400 and next(iter(more)) in found.json()["error"]["message"]
-        body = {"messages": messages, "max_tokens": 300, "ignore_eos": True}
-        for stream in (True, False):
-            asking = httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": stream}, timeout=0.05)
-            with contextlib.suppress(httpx.TimeoutException), asking as answer:
-                next(answer.iter_lines())
+        for fields in ({"n": 2}, {"metadata": "no"}, {"store": "no"}):
+            assert next(iter(fields)) in read_error(post(url, messages=QUESTION, **fields))
+        leave_early(url, 0.05)
         await_idle(served)
         ask(url, store=True, metadata={"conversation": "kept"})
         assert [row["conversation"] for row in rows_of(served)] == ["kept"]
     with recorded(tiny, tmp_path / "late", serve={"timeout": 0.05}) as (url, served):
-        assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 504
+        read_error(post(url, messages=QUESTION, **LONG), 504)
         assert rows_of(served) == []
 
 
@@ -262,6 +246,6 @@ def test_nothing_is_recorded_unless_asked_for(tiny, tmp_path, monkeypatch):
 def test_trouble_with_recording_ends_no_answer(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "append_text", full)
     with recorded(tiny, tmp_path) as (url, served):
-        assert ask(url).json()["choices"]
-        assert httpx.get(f"{url}/health").json()["recording"] is False
-        assert ask(url).json()["choices"] and rows_of(served) == []
+        for _ in range(2):
+            assert ask(url)["choices"]
+            assert httpx.get(f"{url}/health").json()["recording"] is False and rows_of(served) == []

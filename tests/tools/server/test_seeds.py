@@ -1,9 +1,8 @@
-"""Requests with a seed: the same text each time, whatever was asked before and beside, however fast the machine seems to be."""
+"""Requests with a seed: the same text each time, whatever else is asked, and however fast the machine seems to be."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from specdec.core.sampling import Sampling
@@ -16,7 +15,7 @@ from specdec.proposers.heads import HeadProposer
 from specdec.proposers.suffix import make_default_suffix
 from specdec.proposers.text import Ngram
 from tests.support import chain_of, make_drafter, random_tokens
-from tests.tools.server.test_app import STOP, serving
+from tests.tools.server.test_app import STOP, post, serving
 
 SEEDED = {
     "prompt": "Say the sky is blue, the sky is",
@@ -44,8 +43,8 @@ def unsteady(target, *, head: bool = True) -> AutoProposer:
     return AutoProposer(target, members=[make_default_suffix(target), *heads[:head]], costs=UnsteadyCosts())
 
 
-def post(url: str, body: dict) -> dict:
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+def ask(url: str, body: dict) -> dict:
+    answer = post(url, "completions", **body)
     answer.raise_for_status()
     return answer.json()
 
@@ -54,12 +53,12 @@ def ask_in_turn(url: str) -> list[dict]:
     """The answers to a seeded request behind others, and beside others."""
     answers = []
     for number in range(2):
-        answers.append(post(url, SEEDED))
-        post(url, OTHER | {"seed": number})
-        post(url, SEEDED | {"seed": None})
+        answers.append(ask(url, SEEDED))
+        ask(url, OTHER | {"seed": number})
+        ask(url, SEEDED | {"seed": None})
     others = [SEEDED | {"seed": 4}, OTHER, SEEDED | {"speculate": False}, SEEDED, OTHER | {"seed": 3}, SEEDED]
     with ThreadPoolExecutor(len(others)) as pool:
-        beside = list(pool.map(lambda body: post(url, body), others))
+        beside = list(pool.map(lambda body: ask(url, body), others))
     assert text_of(beside[0]) != text_of(answers[0])
     assert not any("shape" in counts_of(each) for each in beside[1:3])  # nothing changes about these
     return [*answers, beside[3], beside[5]]
@@ -89,7 +88,7 @@ def test_a_seeded_request_has_the_same_text_each_time(tiny, kind):
     for _ in range(2):
         with serving(tiny, proposer=make(tiny)) as (url, _):
             answers += ask_in_turn(url)
-            greedy = post(url, SEEDED | {"temperature": 0})
+            greedy = ask(url, SEEDED | {"temperature": 0})
     assert len(set(map(text_of, answers))) == 1
     for counts in map(counts_of, answers):
         assert counts.get("shape") == shape and counts["drafted"] == num * counts["rounds"]

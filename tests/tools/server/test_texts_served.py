@@ -1,15 +1,14 @@
-"""Texts of a server whose target spells rare characters byte by byte: whole, streamed and recorded; and what ends them."""
+"""Texts of a server whose target spells rare characters byte by byte: whole, streamed and recorded; and their ends."""
 
 import copy
 import json
 
-import httpx
 import pytest
 
 from specdec.target.model import Target
 from specdec.tools.server.record import Recorder
 from tests.support import byte_fallback_tokenizer, greedy, save_target, small_tokenizer
-from tests.tools.server.test_app import STOP, serving
+from tests.tools.server.test_app import STOP, post, read_error, read_text, serving
 from tests.tools.server.test_record import rows_in
 
 TEXT = "春眠不觉晓, é 😀处处!"
@@ -36,19 +35,16 @@ def read_choices(body: str) -> list[dict]:
 def ask(spelled, path: str = "chat/completions", **fields) -> tuple[str, dict, dict]:
     """A request, whole and as a stream, which must say the same -> the text, the whole answer, the recorded row"""
     url, records = spelled
-    asked = {"prompt": "Say"} if path == "completions" else {"messages": [{"role": "user", "content": "Say"}]}
-    body = {"structured_outputs": {"regex": TEXT}, "temperature": 0, "max_tokens": 100} | asked | fields
-    whole = httpx.post(f"{url}/v1/{path}", json=body, timeout=60).json()
-    choice, pieces = whole["choices"][0], []
-    streamed = httpx.post(f"{url}/v1/{path}", json=body | {"stream": True}, timeout=60)
-    for part in read_choices(streamed.text):
-        pieces.append(part.get("text") or part.get("delta", {}).get("content") or "")
-    text = choice["text"] if path == "completions" else choice["message"]["content"]
+    question = {"prompt": "Say"} if path == "completions" else {"messages": "Say"}
+    body = {"structured_outputs": {"regex": TEXT}, "max_tokens": 100} | question | fields
+    whole = post(url, path, **body)
+    text, choices = read_text(whole), read_choices(post(url, path, **body, stream=True).text)
+    pieces = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices]
     assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces[:-1])
     rows = rows_in(records)[-2:]
     for row in rows:
         assert text == (row["texts"][1] if path == "completions" else row["messages"][-1]["content"])
-    return text, whole, rows[0]
+    return text, whole.json(), rows[0]
 
 
 @pytest.mark.parametrize("speculate", [True, False])
@@ -67,7 +63,7 @@ def test_a_text_that_is_cut_inside_a_character_keeps_what_is_whole(spelled):
 
 def test_a_prompt_that_is_cut_inside_a_character_is_recorded_as_far_as_it_is_whole(spelled):
     tokens = byte_fallback_tokenizer()("春眠", add_special_tokens=False)["input_ids"]
-    httpx.post(f"{spelled[0]}/v1/completions", json={"prompt": tokens[:-1], "max_tokens": 2}).raise_for_status()
+    read_text(post(spelled[0], "completions", prompt=tokens[:-1], max_tokens=2))
     assert rows_in(spelled[1])[-1]["texts"][0] == "春\ufffd"
 
 
@@ -92,23 +88,11 @@ def test_a_special_token_ends_the_answer_as_a_stop_string(tiny, ignored, stream)
     index = next(n for n, token in enumerate(answer) if n > 2 and token not in answer[:n] and token not in STOP)
     name = tokenizer.convert_ids_to_tokens(answer[index])
     tokenizer.add_special_tokens({"additional_special_tokens": [name]})
-    body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "stop": [name], "ignore_eos": ignored}
-    body |= {"return_token_ids": True, "stream": stream}
+    body = {"prompt": prompt, "ignore_eos": ignored, "return_token_ids": True, "stream": stream}
     with serving(tiny, tokenizer=tokenizer) as (url, _):
-        found = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-        refused = httpx.post(f"{url}/v1/completions", json=body | {"stop": ["x", f"?{name}"]}, timeout=60)
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "stop"
-    assert f"holds the special token {name}" in refused.json()["error"]["message"]
-    choices = read_choices(found.text)
+        choices = read_choices(post(url, "completions", **body, stop=[name]).text)
+        refused = post(url, "completions", **body, stop=["x", f"?{name}"])
+    assert f"holds the special token {name}" in read_error(refused) and refused.json()["error"]["param"] == "stop"
     assert [token for choice in choices for token in choice["token_ids"]] == answer[: index + 1]
     assert "".join(choice["text"] for choice in choices) == small_tokenizer().decode(answer[:index])
     assert choices[-1]["finish_reason"] == "stop"
-
-
-def test_no_logprobs_and_those_of_no_other_token_are_told_apart(tiny):
-    """Of completions 0 asks for those of the tokens that were written; of chats false asks for none."""
-    with serving(tiny) as (url, _):
-        found = httpx.post(f"{url}/v1/completions", json={"prompt": "ab", "max_tokens": 3, "logprobs": 0})
-        assert found.status_code == 400 and "cannot do logprobs=0" in found.json()["error"]["message"]
-        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "logprobs": False}
-        assert httpx.post(f"{url}/v1/chat/completions", json=chat).status_code == 200
