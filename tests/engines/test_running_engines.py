@@ -239,7 +239,7 @@ def check_judged(out: Path, reference, *, exact: bool) -> None:
         for served in row["drafted"]["answers"]:
             number = int(served["prompt"])
             if served["ids"] == reference.tokens[number]:
-                same.append((served["said"]["accepted"], sum(reference.accepted[number])))
+                same.append((served["server_counts"]["accepted"], sum(reference.accepted[number])))
     assert len(same) >= (8 if exact else 4) and all(served == here for served, here in same)
     for level in json.loads((out / "results.json").read_text())["server"]["levels"]:
         replay = level["replay"]

@@ -171,3 +171,11 @@ def test_every_family_is_tried_in_every_format_that_takes_it():
     elsewhere = {"native", "draft"}  # test_stitched.py, tests/specdec/heads/test_draft.py
     assert {(kind, name) for kind, name in takes if kind not in elsewhere} <= tried
     assert {kind for kind, family in FAMILIES.items() if family.read} <= {kind for kind, _ in takes}
+
+
+def test_a_table_of_a_draft_vocabulary_gets_rows_for_all_tokens(target):
+    """`drop_draft_vocab` makes both sides of the comparison above, so its rows are compared here."""
+    drafter = make_exact(target, "dspark", True, {"mask_token": 7, "dependence": TABLE})
+    rows = make_form(drafter, "sglang").layout.tensors["markov_head.markov_w2.weight"]
+    own = drafter.dependence.after.weight
+    assert torch.equal(rows[drafter.draft_to_target], own) and rows.count_nonzero() == own.count_nonzero()
