@@ -19,7 +19,7 @@ from specdec.proposers.heads import HeadProposer
 from specdec.proposers.suffix import Suffix
 from specdec.proposers.text import Ngram
 from tests.loops import transformers_answer
-from tests.support import HEADS, chain_of, greedy, make_drafter, random_tokens
+from tests.support import HEADS, chain_of, greedy, make_drafter, make_target, random_tokens
 from tests.texts import repeating_texts
 
 STOP = {2}
@@ -83,7 +83,7 @@ def make_proposer(target, name: str):
 def fix_shapes() -> Runner:
     """A runner whose shapes are fixed, as if they were compiled: finished rows stay."""
     runner = Runner(False, cuda_graphs=True)
-    runner.whole = lambda name, function, inputs, memory: function(*inputs)
+    runner.run_whole = lambda name, function, inputs, memory: function(*inputs)
     return runner
 
 
@@ -226,11 +226,12 @@ def test_rows_with_settings_of_their_own_are_answered_as_alone(small_target, nam
 
 
 @pytest.mark.parametrize("name", ["none", "ngram", "eagle3"])
-def test_a_penalty_applies_to_the_prompt_and_to_every_token_of_the_answer(small_target, name):
+def test_a_penalty_applies_to_the_prompt_and_to_every_token_of_the_answer(name):
     """As in transformers; also in a row that joins later, and with tokens that a request names."""
+    target = make_target(12)  # more tokens than the prompts have, so that a penalty changes answers
     sampling, prompts = Sampling(repetition_penalty=1.3), repeating_texts(3, 12)[:3]
-    batch = Decoder(small_target, make_proposer(small_target, name), sampling=sampling, stop=set()).batch()
-    named = torch.zeros(small_target.vocab_size, dtype=torch.bool)
+    batch = Decoder(target, make_proposer(target, name), sampling=sampling, stop=set()).batch()
+    named = torch.zeros(target.vocab_size, dtype=torch.bool)
     requests = [Request(prompt, 30) for prompt in prompts] + [Request(prompts[0], 30, penalised=named)]
     batch.admit(requests[:2])
     batch.run_round()
@@ -242,8 +243,8 @@ def test_a_penalty_applies_to_the_prompt_and_to_every_token_of_the_answer(small_
             assert {*prompt, *request.tokens} <= {*marks.nonzero()[:, 0].tolist()} | {request.tokens[-1]}
             assert len(request.tokens) == 30 or set(marks.nonzero()[:, 0].tolist()) == {*prompt, *request.tokens}
     for request in requests[:3]:
-        assert request.tokens == transformers_answer(small_target, request.prompt, 30, 1.3)
-    plain = [transformers_answer(small_target, prompt, 30) for prompt in prompts]
+        assert request.tokens == transformers_answer(target, request.prompt, 30, 1.3)
+    plain = [transformers_answer(target, prompt, 30) for prompt in prompts]
     assert plain != [request.tokens for request in requests[:3]]
 
 

@@ -47,6 +47,14 @@ def test_a_token_that_ends_the_answer_is_not_worth_drafting():
     assert not RowCandidates(Acceptance(), [5], tokens_left=1).is_useful(1) and row.is_useful(1, 3)
 
 
+def test_probabilities_of_siblings_add_up_to_at_most_one():
+    row = RowCandidates(Acceptance(), [5])
+    nodes = [row.add(token, 0, Kind("Suffix", 0.8, 1)) for token in (1, 2)]
+    row.add(3, nodes[0], Kind("Suffix", 0.5, 2))
+    row.normalise()
+    assert row.probabilities == pytest.approx([1.0, 0.5, 0.5, 0.25])
+
+
 def sum_best(row: RowCandidates, num: int) -> float:
     """The largest sum of probabilities of all sets of `num` nodes with their parents."""
     sums = []

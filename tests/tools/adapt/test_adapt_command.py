@@ -280,7 +280,7 @@ def test_what_was_interrupted_goes_on(run_adapt, monkeypatch):
 @pytest.mark.full
 def test_the_command_passes_a_signal_to_training_and_goes_on(adapt_folder, tmp_path):
     def launch(out) -> subprocess.Popen:
-        changes = ["epochs=120", "training.train.patience=100", "tolerance=0.9", "progress=plain"]
+        changes = ["epochs=600", "tolerance=0.9", "progress=plain"]
         changes.append("training.train.log_every=1")
         arguments = [sys.executable, "scripts/adapt.py", *list_options(adapt_folder, out, *changes)]
         return subprocess.Popen(arguments, cwd=ROOT, env=child_environment(), stdout=subprocess.PIPE, text=True)
