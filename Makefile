@@ -30,7 +30,7 @@ help:
 	@echo "make gpu-wheels  what that machine may lack, into gpu-wheels, to be copied there"
 
 setup: $(READY)
-	@$(BIN)/python -m tests.compiler
+	@$(BIN)/python -m tests.support.compiler
 
 # --no-compile: few modules of these packages are imported, and Python compiles each at its first import.
 .venv/ready: pyproject.toml constraints.txt

@@ -15,21 +15,12 @@ from specdec.core import progress
 from specdec.core.hub import fetch_checkpoint
 from specdec.proposers import costs
 from specdec.target.model import Target
-from tests.compiler import missing
-from tests.hub import Hub
-from tests.support import (
-    HEADS,
-    QUICK,
-    ROOT,
-    VARIANTS,
-    make_drafter,
-    make_target,
-    name_of,
-    save_target,
-    train_command,
-    train_overrides,
-    write_rows,
-)
+from tests.support.commands import ROOT, train_command, write_rows
+from tests.support.compiler import missing
+from tests.support.drafters import HEADS, QUICK, VARIANTS, make_drafter, name_of
+from tests.support.hub import Hub
+from tests.support.runs import train_overrides
+from tests.support.targets import make_target, save_target
 from train.settings.hydra_text import make_search_path, quote_arguments
 
 NUM_THREADS = os.environ.get("TEST_THREADS", "1")

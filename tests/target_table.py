@@ -1,4 +1,4 @@
-"""The tables of docs/targets.md, one row for each entry of tests/families.py.
+"""The tables of docs/targets.md, one row for each entry of tests/support/families.py.
 
 `python -m tests.target_table` writes them. tests/specdec/target/test_families.py compares every row with the page.
 """
@@ -14,8 +14,9 @@ from specdec.heads.blocks import measure_embedding_scale
 from specdec.target import attention
 from specdec.target.model import Target
 from specdec.target.structure import find_experts
-from tests.families import FAMILIES, Family, make
-from tests.support import ROOT, load_head
+from tests.support.commands import ROOT
+from tests.support.drafters import load_head
+from tests.support.families import FAMILIES, Family, make
 
 PAGE = ROOT / "docs" / "targets.md"
 HEADS = {"eagle3": "EAGLE-3", "dflash": "DFlash", "eagle": "EAGLE-1", "mtp": "MTP", "medusa": "Medusa"}

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conversations import as_row, pair
-from tests.support import ROOT, child_environment, save_target, train_overrides, write_prompts, write_rows
+from tests.support.commands import ROOT, child_environment, write_prompts, write_rows
+from tests.support.conversations import as_row, pair
+from tests.support.runs import train_overrides
+from tests.support.targets import save_target
 
 pytestmark = pytest.mark.full
 

@@ -31,7 +31,7 @@ from specdec.proposers.heads import HeadProposer
 from specdec.target import attention
 from specdec.target.model import Target
 from specdec.text.conversations import Row
-from tests.support import ROOT, find_model
+from tests.support.commands import ROOT, find_model
 from train.data.batches import collate
 
 # Guides: their commands must work at this commit

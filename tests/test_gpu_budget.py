@@ -21,8 +21,9 @@ from specdec.heads.eagle import Eagle3
 from specdec.proposers.heads import HeadProposer
 from specdec.target.verifier import Verifier
 from specdec.text.conversations import Row
-from tests.metacount import ModelledRunner, meta_target, model_block, model_kl
-from tests.support import chain_of, load_head
+from tests.support.decoding import chain_of
+from tests.support.drafters import load_head
+from tests.support.metacount import ModelledRunner, meta_target, model_block, model_kl
 from train.data.batches import collate
 from train.features.outputs import ComputedFeatures
 from train.objective.objective import Objective

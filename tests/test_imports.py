@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT
+from tests.support.commands import ROOT
 
 # A file imports modules of its own entry and of entries before it.
 CORE = [

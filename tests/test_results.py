@@ -7,7 +7,7 @@ from datetime import date
 
 import pytest
 
-from tests.support import ROOT
+from tests.support.commands import ROOT
 
 INDEX = runpy.run_path(str(ROOT / "benchmarks" / "results_index.py"))
 SECTIONS = sorted((ROOT / "results").glob("[0-9][0-9]*.md"))

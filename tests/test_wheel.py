@@ -12,16 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import (
-    REAL_TARGET,
-    ROOT,
-    child_environment,
-    save_eagle,
-    save_target,
-    train_overrides,
-    write_prompts,
-    write_rows,
-)
+from tests.support.commands import ROOT, child_environment, write_prompts, write_rows
+from tests.support.drafters import save_eagle
+from tests.support.runs import train_overrides
+from tests.support.targets import REAL_TARGET, save_target
 
 pytestmark = pytest.mark.full
 

@@ -12,7 +12,9 @@ from benchmarks.engines.vllm import VllmReply
 from specdec import checkpoint
 from specdec.heads.draft import Draft
 from specdec.target.model import Target
-from tests.support import save_eagle, save_target, write_prompts
+from tests.support.commands import write_prompts
+from tests.support.drafters import save_eagle
+from tests.support.targets import save_target
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import hardware, training_step
 from benchmarks.training_step import NeededFlops, StepOptions, measure_step
 from specdec.core import fast
-from tests.support import OLD_TRANSFORMERS
+from tests.support.targets import OLD_TRANSFORMERS
 
 HIDDEN, LAYERS, HEADS, *_ = hardware.SHAPES["tiny"]
 

@@ -8,7 +8,7 @@ import pytest
 from specdec.engines import client as engine_client
 from specdec.engines import loopback
 from specdec.engines.client import BadAnswer, EngineClient, Refused
-from tests.small_server import SmallServer
+from tests.support.small_server import SmallServer
 
 PATH = "v1/completions"
 

@@ -21,9 +21,10 @@ from specdec.engines.client import EngineClient
 from specdec.engines.engine_target import EngineTarget
 from specdec.target.model import Target
 from tests.engines.tiny_engine import TinyEngine
-from tests.quantised import quantise
-from tests.small_server import SmallServer
-from tests.support import ROOT, losses_of, write_rows
+from tests.support.commands import ROOT, write_rows
+from tests.support.quantised import quantise
+from tests.support.runs import losses_of
+from tests.support.small_server import SmallServer
 
 LAYERS = [2, 3, 4, 5, 6, 8]  # what these heads read of the tiny target's 8 layers, and the last
 

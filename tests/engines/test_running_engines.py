@@ -28,8 +28,9 @@ from specdec.target.model import Target, load_tokenizer
 from specdec.text import conversations as data
 from tests.engines import tiny_heads
 from tests.engines.test_served_heads import IS_READY, PYTHON, engines
-from tests.quantised import CONFIGS, quantise
-from tests.support import REAL_TARGET, ROOT, child_environment, write_prompts
+from tests.support.commands import ROOT, child_environment, write_prompts
+from tests.support.quantised import CONFIGS, quantise
+from tests.support.targets import REAL_TARGET
 
 installed = pytest.mark.skipif(not IS_READY, reason="the engines are not installed: make engines")
 real = pytest.mark.skipif(not REAL_TARGET.exists(), reason="needs make setup")

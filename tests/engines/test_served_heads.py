@@ -30,10 +30,12 @@ from specdec.heads.dependence import DraftedBlock
 from specdec.heads.native import NativeMTP
 from specdec.target.model import Target
 from tests.engines import tiny_heads
-from tests.exports import export, make_exact
-from tests.native import save_native
-from tests.saved_targets import edit
-from tests.support import REAL_TARGET, ROOT, load_head, make_target, save_eagle, save_target, write_prompts
+from tests.support.commands import ROOT, write_prompts
+from tests.support.drafters import load_head, save_eagle
+from tests.support.exports import export, make_exact
+from tests.support.native import save_native
+from tests.support.saved_targets import edit
+from tests.support.targets import REAL_TARGET, make_target, save_target
 from train.settings.hydra_text import make_search_path
 
 PYTHON = str(ROOT / "engines" / "bin" / "python")

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from specdec.target.model import Target
-from tests.small_server import Reply, SmallServer
+from tests.support.small_server import Reply, SmallServer
 
 
 class TinyEngine(SmallServer):

@@ -19,7 +19,7 @@ from specdec.heads.base import Drafter
 from specdec.heads.dependence.selector import Selector
 from specdec.target.model import Target
 from specdec.text import conversations as data
-from tests.exports import make_provenance
+from tests.support.exports import make_provenance
 from train.data import batches
 from train.features.outputs import ComputedFeatures
 from train.objective.objective import Objective

@@ -13,8 +13,9 @@ from scripts import answer
 from specdec.engines import answers, client
 from specdec.engines.answers import yield_in_order
 from specdec.text import conversations
-from tests.small_server import STOP, Model, SmallServer
-from tests.support import save_target, small_tokenizer, write_rows
+from tests.support.commands import write_rows
+from tests.support.small_server import STOP, Model, SmallServer
+from tests.support.targets import save_target, small_tokenizer
 
 CATEGORIES = [("a", []), ("b", ["numbers"])]  # with their tags
 PROMPTS = [

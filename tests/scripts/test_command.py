@@ -10,7 +10,9 @@ import pytest
 
 import specdec
 from specdec import command
-from tests.support import ROOT, child_environment, save_eagle, save_target
+from tests.support.commands import ROOT, child_environment
+from tests.support.drafters import save_eagle
+from tests.support.targets import save_target
 
 VERBS = (
     "adapt answer choose datastore demo evaluate export generate get_target judge launch_engine replay report serve "

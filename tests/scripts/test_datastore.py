@@ -13,7 +13,8 @@ from specdec.proposers import datastore as store
 from specdec.proposers import text as retrieval
 from specdec.target.model import Target, load_tokenizer
 from specdec.text import token_text
-from tests.support import ROOT, save_target, write_rows
+from tests.support.commands import ROOT, write_rows
+from tests.support.targets import save_target
 
 load_once = functools.cache(load_tokenizer)
 TALK = [("user", "Say hello."), ("assistant", "Hello, world!"), ("user", "Bye."), ("assistant", "See you")]

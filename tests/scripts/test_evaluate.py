@@ -22,7 +22,9 @@ from specdec.options.target import TargetOptions
 from specdec.target.model import load_tokenizer
 from specdec.text import conversations
 from specdec.tools.suites import suites
-from tests.support import save_eagle, save_target, write_prompts, write_rows
+from tests.support.commands import write_prompts, write_rows
+from tests.support.drafters import save_eagle
+from tests.support.targets import save_target
 
 pytestmark = pytest.mark.full
 FROZEN = "the frozen target"

@@ -1,4 +1,4 @@
-"""Tests of scripts/export.py: exported folders, read again, and checkpoints on a stand-in of the Hub (tests/hub.py)."""
+"""Tests of scripts/export.py: exported folders, read again, and checkpoints on a stand-in of the Hub (tests/support/hub.py)."""
 
 import json
 import shutil
@@ -14,9 +14,12 @@ from specdec.core import files
 from specdec.core import hub as hub_module
 from specdec.measuring import model_card
 from specdec.target.model import Target
-from tests.exports import REPORT, SERVED, bring_in, make_medusa2
-from tests.loops import follow
-from tests.support import load_head, make_drafter, random_tokens, save_eagle, save_target, write_prompts
+from tests.support.commands import write_prompts
+from tests.support.decoding import random_tokens
+from tests.support.drafters import load_head, make_drafter, save_eagle
+from tests.support.exports import REPORT, SERVED, bring_in, make_medusa2
+from tests.support.loops import follow
+from tests.support.targets import save_target
 
 pytestmark = pytest.mark.full
 

@@ -14,7 +14,9 @@ from specdec.decoding.drafting import Drafting
 from specdec.measuring.streamed_answer import print_comparison
 from specdec.options.command_defaults import read_group
 from specdec.options.decoding import DecodeOptions
-from tests.support import ROOT, save_eagle, save_target
+from tests.support.commands import ROOT
+from tests.support.drafters import save_eagle
+from tests.support.targets import save_target
 
 
 @pytest.mark.full

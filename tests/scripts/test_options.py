@@ -25,8 +25,8 @@ from specdec.options.command_defaults import (
     read_defaults,
 )
 from specdec.options.run_command import run_command
-from tests.refusals import assert_refused, list_refused_values
-from tests.support import ROOT, find_model
+from tests.support.commands import ROOT, find_model
+from tests.support.refusals import assert_refused, list_refused_values
 
 SCRIPTS = {path.stem: path.read_text() for path in sorted((ROOT / "scripts").glob("*.py"))}
 VERBS = [verb for verb, text in SCRIPTS.items() if "read_command(" in text]

@@ -17,8 +17,10 @@ from specdec.options.target import TargetOptions
 from specdec.target.model import load_tokenizer
 from specdec.text import conversations
 from specdec.unroll.replay import count_rounds
-from tests.loops import acceptance
-from tests.support import save_eagle, save_target, write_rows
+from tests.support.commands import write_rows
+from tests.support.drafters import save_eagle
+from tests.support.loops import acceptance
+from tests.support.targets import save_target
 
 pytestmark = pytest.mark.full
 ANSWERS = [(f"w{n} w3", f"w{n} w{4 * n} w{36 - 4 * n} w8 w4") for n in range(2, 6)]

@@ -13,7 +13,9 @@ import httpx
 import pytest
 
 from scripts import serve
-from tests.support import ROOT, save_eagle, save_target, start
+from tests.support.commands import ROOT, start
+from tests.support.drafters import save_eagle
+from tests.support.targets import save_target
 
 pytest.importorskip("uvicorn", reason="needs the extra serve: pip install '.[serve]'")
 ADDRESS = r"http://127\.0\.0\.1:\d+"

@@ -3,7 +3,8 @@
 import pytest
 
 from scripts import show_data
-from tests.support import small_tokenizer, write_rows
+from tests.support.commands import write_rows
+from tests.support.targets import small_tokenizer
 
 
 @pytest.mark.parametrize(

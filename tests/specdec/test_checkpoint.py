@@ -16,8 +16,10 @@ from specdec.heads.eagle import Eagle3
 from specdec.heads.mtp import MTP
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target, load_tokenizer
-from tests.hostile import change as change_document
-from tests.support import chain_of, greedy, load_head, make_drafter, random_tokens, save_eagle, save_target
+from tests.support.decoding import chain_of, greedy, random_tokens
+from tests.support.drafters import load_head, make_drafter, save_eagle
+from tests.support.hostile import change as change_document
+from tests.support.targets import save_target
 
 VOCAB = torch.arange(0, 60, 3)
 SPEC = {"_target_": "specdec.heads.eagle.Eagle3", "target_layers": [1, 2, 4], "norm_output": True}

@@ -25,8 +25,10 @@ from specdec.core import precision
 from specdec.core.hub import push_files
 from specdec.decoding.drafting import Drafting
 from specdec.hf import Speculative
-from tests.generate_laws import distance, law_of
-from tests.support import load_head, make_drafter, make_target, random_tokens
+from tests.specdec.generate_laws import distance, law_of
+from tests.support.decoding import random_tokens
+from tests.support.drafters import load_head, make_drafter
+from tests.support.targets import make_target
 
 pytestmark = pytest.mark.full
 

@@ -16,9 +16,9 @@ from specdec.heads.eagle import Eagle, Eagle3
 from specdec.heads.medusa import Medusa
 from specdec.target.loading import load_config, load_tokenizer
 from specdec.target.model import Target
-from tests.exports import refuse
-from tests.hostile import DEEP, HUGE, Touch, change
-from tests.support import save_target
+from tests.support.exports import refuse
+from tests.support.hostile import DEEP, HUGE, Touch, change
+from tests.support.targets import save_target
 
 
 @pytest.fixture

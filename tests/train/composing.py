@@ -3,7 +3,7 @@
 import hydra
 from omegaconf import OmegaConf
 
-from tests.support import ROOT
+from tests.support.commands import ROOT
 from train.settings.hydra_text import make_search_path
 from train.settings.options import RunOptions, read_run
 

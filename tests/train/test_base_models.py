@@ -16,9 +16,11 @@ from specdec.proposers import datastore_texts
 from specdec.target.model import load_tokenizer
 from specdec.text import conversations as data
 from specdec.text import reading, token_text
-from tests.conversations import pair
-from tests.small_server import Model, SmallServer
-from tests.support import byte_fallback_tokenizer, losses_of, save_target, small_tokenizer, write_rows
+from tests.support.commands import write_rows
+from tests.support.conversations import pair
+from tests.support.runs import losses_of
+from tests.support.small_server import Model, SmallServer
+from tests.support.targets import byte_fallback_tokenizer, save_target, small_tokenizer
 
 BEGIN, END = 1, 2  # ids of small_tokenizer's tokens
 TEXT, PROMPT, COMPLETION = "Count to world", "Count to", " hello world"

@@ -7,7 +7,7 @@ import pytest
 
 from specdec.options import config_files
 from specdec.text import reading
-from tests.support import ROOT
+from tests.support.commands import ROOT
 from tests.train.composing import compose_options
 
 pytestmark = pytest.mark.full

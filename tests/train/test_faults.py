@@ -16,8 +16,9 @@ import torch
 from specdec.core import files
 from specdec.core.lock import hold_lock
 from specdec.core.resumable import open_resumable
-from tests import faults
-from tests.support import before_steps, child_environment, losses_of
+from tests.support.commands import child_environment
+from tests.support.runs import before_steps, losses_of
+from tests.train import faults
 from train.features import feature_files
 from train.loop.trainer import Signals
 

@@ -10,7 +10,8 @@ import pytest
 
 from specdec import checkpoint
 from specdec.core import extensions
-from tests.support import ROOT, child_environment, train_overrides
+from tests.support.commands import ROOT, child_environment
+from tests.support.runs import train_overrides
 from train.settings import hydra_text, multirun
 
 SHORT = ("train.steps=2", "train.validate_every=2", "data.hold_out=0", "validation.num_prompts=2",

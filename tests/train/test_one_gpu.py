@@ -16,7 +16,8 @@ from specdec.heads.blocks import Rotary, make_llama_config, solve_ridge
 from specdec.options import run_command
 from specdec.target import attention
 from specdec.target.model import Target
-from tests.support import ROOT, make_target
+from tests.support.commands import ROOT
+from tests.support.targets import make_target
 from train import processes
 from train.features.loader import Loader, Order
 from train.objective import objective

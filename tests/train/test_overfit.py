@@ -9,7 +9,9 @@ from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target, TargetOutput
 from specdec.text.conversations import Row
-from tests.support import HEADS, chain_of, load_head, make_target
+from tests.support.decoding import chain_of
+from tests.support.drafters import HEADS, load_head
+from tests.support.targets import make_target
 from train.data.batches import collate
 from train.features.outputs import ComputedFeatures
 from train.objective.objective import Objective

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from specdec import checkpoint
-from tests.support import ROOT, PowerCutError, before_steps, child_environment, cut_power, losses_of, train_overrides
+from tests.support.commands import ROOT, child_environment
+from tests.support.runs import PowerCutError, before_steps, cut_power, losses_of, train_overrides
 from train.features.loader import Order
 from train.loop.trainer import StopVote
 from train.processes import ProcessLost, Waiting

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec import checkpoint
-from tests.processes import fit_by_two
-from tests.support import losses_of, train_overrides
+from tests.support.processes import fit_by_two
+from tests.support.runs import losses_of, train_overrides
 
 pytestmark = pytest.mark.full  # starts processes
 

@@ -1,4 +1,4 @@
-"""Tests of start= of train.py: user/name on a stand-in of the Hub (tests/hub.py), and a head in another layout."""
+"""Tests of start= of train.py: user/name on a stand-in of the Hub (tests/support/hub.py), and a head in another layout."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,8 @@ from specdec.core.hub import fetch_checkpoint, push_files
 from specdec.export.engines import make_form
 from specdec.measuring.model_card import write_export
 from specdec.target.model import Target
-from tests.exports import make_provenance
-from tests.support import fit_interrupted
+from tests.support.exports import make_provenance
+from tests.support.runs import fit_interrupted
 
 pytestmark = pytest.mark.full
 

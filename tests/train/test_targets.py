@@ -5,8 +5,9 @@ import torch
 
 from specdec import checkpoint
 from specdec.target.model import Target
-from tests.families import FAMILIES, Family, make
-from tests.support import losses_of, small_tokenizer
+from tests.support.families import FAMILIES, Family, make
+from tests.support.runs import losses_of
+from tests.support.targets import small_tokenizer
 
 pytestmark = pytest.mark.full
 

@@ -19,22 +19,20 @@ from specdec.heads.native import NativeMTP
 from specdec.measuring import trained_prompts
 from specdec.options import config_files
 from specdec.target.model import Target, load_tokenizer
-from tests.native import save_native
-from tests.support import (
-    ADAPTING,
-    NO_SOURCE,
-    ROOT,
+from tests.support.commands import ROOT, write_rows
+from tests.support.drafters import ADAPTING, NO_SOURCE
+from tests.support.native import save_native
+from tests.support.runs import (
     before_steps,
     fit_interrupted,
     log_of,
     losses_of,
     report_of,
     same_weights,
-    small_tokenizer,
     train_overrides,
     weights_of,
-    write_rows,
 )
+from tests.support.targets import small_tokenizer
 from train.loop.state import RunFolder
 from train.loop.trainer import Trainer
 from train.objective.objective import Objective

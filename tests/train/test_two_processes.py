@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from specdec import checkpoint
-from tests.processes import fit_by_two, fit_float64, free_ports
-from tests.support import ROOT, child_environment, log_of, losses_of, report_of, train_overrides, weights_of, write_rows
-from tests.together import MARK
+from tests.support.commands import ROOT, child_environment, write_rows
+from tests.support.processes import fit_by_two, fit_float64, free_ports
+from tests.support.runs import log_of, losses_of, report_of, train_overrides, weights_of
+from tests.support.together import MARK
 from train.loop.trainer import VOTE_STEPS
 
 pytestmark = pytest.mark.full

@@ -18,8 +18,10 @@ from specdec.proposers.auto import AutoProposer
 from specdec.proposers.heads import HeadProposer
 from specdec.text.conversations import Row
 from specdec.unroll import replay
-from tests.pretend_device import ELSEWHERE, Elsewhere, PretendDevice
-from tests.support import HEADS, load_head, make_target, random_tokens
+from tests.support.decoding import random_tokens
+from tests.support.drafters import HEADS, load_head
+from tests.support.targets import make_target
+from tests.train.pretend_device import ELSEWHERE, Elsewhere, PretendDevice
 from train.data.batches import collate
 from train.features.feature_files import FeatureFolder
 from train.features.outputs import ComputedFeatures, StoredFeatures

@@ -4,7 +4,7 @@ import hydra
 from omegaconf import OmegaConf
 
 from specdec.heads.medusa import Medusa
-from tests.support import ROOT
+from tests.support.commands import ROOT
 from train.settings.hydra_text import make_search_path
 from train.settings.options import read_run
 

@@ -12,8 +12,9 @@ from specdec.experiments.cascade.proposer import Cascade
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.text import Ngram
 from specdec.target.verifier import Verifier
-from tests.enumeration import answer_statistic, sampled_target, without_temperature
-from tests.support import chain_of, check_counters, greedy, make_drafter, prompts_of, random_tokens
+from tests.support.decoding import chain_of, check_counters, greedy, prompts_of, random_tokens
+from tests.support.drafters import make_drafter
+from tests.support.enumeration import answer_statistic, sampled_target, without_temperature
 
 pytestmark = pytest.mark.full
 

@@ -14,7 +14,9 @@ from specdec.experiments.jacobi.objective import ConsistencyObjective, Continuat
 from specdec.heads.base import Drafter
 from specdec.target.adapter import disable_adapter
 from specdec.text.conversations import Row
-from tests.support import load_head, make_target, random_tokens
+from tests.support.decoding import random_tokens
+from tests.support.drafters import load_head
+from tests.support.targets import make_target
 from train.data.batches import collate
 
 pytestmark = pytest.mark.full

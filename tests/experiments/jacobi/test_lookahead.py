@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from specdec.experiments.jacobi.proposer import Lookahead
-from tests.support import LENGTHS, NUM_NEW, check_counters, greedy, make_target, prompts_of
+from tests.support.decoding import LENGTHS, NUM_NEW, check_counters, greedy, prompts_of
+from tests.support.targets import make_target
 
 pytestmark = pytest.mark.full
 

@@ -21,9 +21,10 @@ from specdec.experiments.layerskip.proposer import LayerSkip
 from specdec.proposers import growth
 from specdec.target.model import Target
 from specdec.target.verifier import Verifier
-from tests.enumeration import SAMPLINGS, answer_statistic, decoder_error, sampled_target
-from tests.loops import logits_of_layers
-from tests.support import NUM_NEW, SUBSETS, greedy, make_target, prompts_of, random_tokens, scale_forward
+from tests.support.decoding import NUM_NEW, SUBSETS, greedy, prompts_of, random_tokens
+from tests.support.enumeration import SAMPLINGS, answer_statistic, decoder_error, sampled_target
+from tests.support.loops import logits_of_layers
+from tests.support.targets import make_target, scale_forward
 
 pytestmark = pytest.mark.full
 
@@ -168,7 +169,7 @@ def decoder_of(*, rule="token", sampling="warm", wrong=None, **how) -> Decoder:
 
 @pytest.fixture
 def enumerated(monkeypatch):
-    """Lets tests/enumeration.py enumerate the draws of this proposer as it enumerates those of heads."""
+    """Lets tests/support/enumeration.py enumerate the draws of this proposer as it enumerates those of heads."""
     monkeypatch.setattr(
         layerskip, "pick_tokens", lambda distribution, uniform: growth.pick_tokens(distribution, uniform)
     )

@@ -8,9 +8,11 @@ import torch
 
 from specdec.experiments.lilicorr import part as lilicorr
 from specdec.heads.dependence import DraftedBlock, DrafterSizes, make_dependence
-from tests.loops import follow
 from tests.specdec.heads.test_heads import select_goals, unroll_row
-from tests.support import make_drafter, make_target, random_tokens
+from tests.support.decoding import random_tokens
+from tests.support.drafters import make_drafter
+from tests.support.loops import follow
+from tests.support.targets import make_target
 
 TOP, HEADS, SLOT, LENGTH = 4, 2, 5, 24
 CLOSE = {"atol": 1e-5, "rtol": 0}  # norms are computed in float32

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import decoders
 
 from specdec.core.answer_text import CONTEXT_TOKENS, StopStrings, TextDecoder, TextStream
-from tests.support import byte_fallback_tokenizer, small_tokenizer
+from tests.support.targets import byte_fallback_tokenizer, small_tokenizer
 
 SIGNS = ["the", " sky", "  ", "\n", "é", "ß", "日本", "語", "😀", "👩‍🚀", "A", "\ufffd", "x", " ", "is blue", "天气"]
 

@@ -11,9 +11,10 @@ from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree
 from specdec.decoding.batch import Request
 from specdec.target.verifier import Verifier
-from tests.compiled import CHAIN, TREE, decoder_of, prompts_of, schedule_as_on_a_gpu
-from tests.families import FAMILIES
-from tests.support import make_drafter, make_target
+from tests.support.compiled import CHAIN, TREE, decoder_of, prompts_of, schedule_as_on_a_gpu
+from tests.support.drafters import make_drafter
+from tests.support.families import FAMILIES
+from tests.support.targets import make_target
 from tests.target_table import make_family_target
 
 # Families whose attention takes a mask apart, caps its scores, or has other numbers of heads than configured

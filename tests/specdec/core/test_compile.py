@@ -22,8 +22,10 @@ from specdec.proposers.heads import HeadProposer
 from specdec.target import attention
 from specdec.target.compiled import CompiledTarget
 from specdec.target.model import Target
-from tests.compiled import KINDS, TREE, check_same, decoder_of, prompts_of
-from tests.support import chain_of, make_drafter, make_target, random_tokens, scale_forward
+from tests.support.compiled import KINDS, TREE, check_same, decoder_of, prompts_of
+from tests.support.decoding import chain_of, random_tokens
+from tests.support.drafters import make_drafter
+from tests.support.targets import make_target, scale_forward
 
 pytestmark = pytest.mark.full
 

@@ -17,9 +17,10 @@ from specdec.core.sampling import Sampling
 from specdec.core.tree import Nodes, make_tree
 from specdec.target.model import Target
 from specdec.target.verifier import Verifier
-from tests.compiled import CHAIN, TREE, check_same, decoder_of, prompts_of
-from tests.families import FAMILIES
-from tests.support import make_drafter, make_target
+from tests.support.compiled import CHAIN, TREE, check_same, decoder_of, prompts_of
+from tests.support.drafters import make_drafter
+from tests.support.families import FAMILIES
+from tests.support.targets import make_target
 from tests.target_table import make_family_target
 
 pytestmark = pytest.mark.full

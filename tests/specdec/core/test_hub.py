@@ -1,4 +1,4 @@
-"""Checkpoints by their names on the Hugging Face Hub, against a stand-in of its HTTP interface (tests/hub.py)."""
+"""Checkpoints by their names on the Hugging Face Hub, against a stand-in of its HTTP interface (tests/support/hub.py)."""
 
 import json
 import time
@@ -14,8 +14,8 @@ from specdec.core import hub as names
 from specdec.core.hub import fetch_checkpoint
 from specdec.export import published
 from specdec.heads.eagle import Eagle
-from tests.exports import export, make_exact
-from tests.hub import Hub
+from tests.support.exports import export, make_exact
+from tests.support.hub import Hub
 
 NAME = "user/head"
 CARD = b"---\nlicense: mit\ntags: [a]\n---\n"

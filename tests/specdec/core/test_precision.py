@@ -11,7 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from specdec.core import precision
 from specdec.target.model import Target
-from tests.support import ROOT, save_target
+from tests.support.commands import ROOT
+from tests.support.targets import save_target
 from train.prepare import build
 from train.settings.decide import decide_precision
 from train.settings.hydra_text import make_search_path

@@ -14,7 +14,8 @@ import pytest
 
 from scripts import answer
 from specdec.core import progress
-from tests.support import ROOT, start, train_overrides, write_rows
+from tests.support.commands import ROOT, start, write_rows
+from tests.support.runs import train_overrides
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 

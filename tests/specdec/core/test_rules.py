@@ -8,7 +8,8 @@ import torch
 from specdec.core import rules
 from specdec.core.sampling import Sampling, mark_seen
 from specdec.core.tree import Tree, make_chain, make_tree
-from tests.enumeration import (
+from tests.support.decoding import random_tree
+from tests.support.enumeration import (
     BUSH_PARENTS,
     DEPTH,
     LOSSLESS,
@@ -22,7 +23,6 @@ from tests.enumeration import (
     rule_error,
     rule_outcomes,
 )
-from tests.support import random_tree
 
 DRAFTINGS = ["chosen", "chain", "with replacement", "without replacement"]
 SAMPLINGS = [Sampling(0.6), Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.7), Sampling(1.0, repetition_penalty=1.7)]

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
 from specdec.core import rules
 from specdec.core.sampling import NO_TOKEN, RowSampling, Sampling, mark_seen
 from specdec.core.tree import make_chain
-from tests.support import random_tree
+from tests.support.decoding import random_tree
 
 V = 40
 

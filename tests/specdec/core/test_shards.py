@@ -12,8 +12,8 @@ from specdec.core.shards import INDEX, SINGLE, Shards
 from specdec.export.stitched import write_stitched
 from specdec.heads.native import NativeMTP, read_native_modules
 from specdec.target.model import Target
-from tests.native import save_native
-from tests.saved_targets import edit, save
+from tests.support.native import save_native
+from tests.support.saved_targets import edit, save
 
 PARTS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 

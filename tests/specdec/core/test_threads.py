@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from specdec.core import threads
-from tests.support import ROOT
+from tests.support.commands import ROOT
 
 COMMANDS = [ROOT / "train.py", *sorted((ROOT / "scripts").glob("*.py"))]
 LIGHT = {*sys.stdlib_module_names, "__future__"}

@@ -8,7 +8,8 @@ import torch
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree, TreeShape, make_tree
 from specdec.proposers.heads import HeadProposer
-from tests.support import VARIANTS, chain_of, paired, random_tokens, random_tree
+from tests.support.decoding import chain_of, random_tokens, random_tree
+from tests.support.drafters import VARIANTS, paired
 
 
 def walk_up(parents: list[int], node: int) -> list[int]:

@@ -7,7 +7,7 @@ from specdec.core import fast, masks, span_attention, varlen
 from specdec.core.span_attention import find_spans
 from specdec.core.varlen import Segments, attend_segments, attend_segments_backward
 from specdec.text.conversations import Row
-from tests.families import FAMILIES
+from tests.support.families import FAMILIES
 from tests.target_table import make_family_target
 from train.data.batches import collate
 from train.features.outputs import read_outputs

@@ -18,9 +18,11 @@ from specdec.proposers.costs import make_costs
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.suffix import Suffix
 from specdec.proposers.text import Ngram
-from tests.loops import transformers_answer
-from tests.support import HEADS, chain_of, greedy, make_drafter, make_target, random_tokens
-from tests.texts import repeating_texts
+from tests.support.decoding import chain_of, greedy, random_tokens
+from tests.support.drafters import HEADS, make_drafter
+from tests.support.loops import transformers_answer
+from tests.support.targets import make_target
+from tests.support.texts import repeating_texts
 
 STOP = {2}
 TREE = TreeShape(depth=3, width=2, nodes=5)

@@ -10,22 +10,19 @@ from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree, TreeShape
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
-from tests.loops import transformers_answer
-from tests.support import (
-    HEADS,
+from tests.support.decoding import (
     NUM_NEW,
-    VARIANTS,
     Scripted,
     chain_of,
     check_counters,
     greedy,
-    make_drafter,
-    make_target,
     oracle,
-    paired,
     prompts_of,
     random_tokens,
 )
+from tests.support.drafters import HEADS, VARIANTS, make_drafter, paired
+from tests.support.loops import transformers_answer
+from tests.support.targets import make_target
 
 SHAPES = [chain_of(1), chain_of(4), TreeShape(depth=3, width=3, nodes=8)]
 

@@ -8,7 +8,7 @@ from specdec.core.compile import Runner
 from specdec.decoding import fastest
 from specdec.decoding.drafting import Drafting
 from specdec.proposers import costs
-from tests.support import make_drafter
+from tests.support.drafters import make_drafter
 
 NEITHER, GRAPHS, COMPILED, BOTH = (False, False), (False, True), (True, False), (True, True)
 

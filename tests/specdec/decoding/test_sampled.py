@@ -7,8 +7,9 @@ import pytest
 from specdec.core.tree import Tree, TreeShape, make_root
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
-from tests.enumeration import SAMPLINGS, answer_statistic, decoder_error, sampled_target, without_temperature
-from tests.support import chain_of, make_drafter
+from tests.support.decoding import chain_of
+from tests.support.drafters import make_drafter
+from tests.support.enumeration import SAMPLINGS, answer_statistic, decoder_error, sampled_target, without_temperature
 
 pytestmark = pytest.mark.full
 

@@ -9,8 +9,10 @@ from specdec.measuring.measure import compute_top2_gap
 from specdec.proposers.auto import AutoProposer
 from specdec.target.model import Target, load_tokenizer
 from specdec.text import conversations as data
-from tests.loops import transformers_answer
-from tests.support import REAL_TARGET, ROOT, greedy
+from tests.support.commands import ROOT
+from tests.support.decoding import greedy
+from tests.support.loops import transformers_answer
+from tests.support.targets import REAL_TARGET
 
 pytestmark = [
     pytest.mark.full,

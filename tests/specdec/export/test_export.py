@@ -20,7 +20,7 @@ from specdec.measuring.model_card import make_card, write_export
 from specdec.measuring.report import Report
 from specdec.target import attention
 from specdec.target.model import Target
-from tests.exports import (
+from tests.support.exports import (
     ALL_NORMS,
     REPORT,
     SERVED,
@@ -30,7 +30,7 @@ from tests.exports import (
     make_medusa2,
     make_provenance,
 )
-from tests.support import make_target, save_target
+from tests.support.targets import make_target, save_target
 
 OTHER_ROPE = {
     "rope_parameters": {
@@ -275,7 +275,7 @@ def test_targets_that_scale_their_embeddings_or_rotate_a_part_of_each_attention_
         make_form(make_exact(target, "mtp"), "vllm")
 
 
-# Fields of config.json; all of them are in the golden record, and tests/reference.py reads them as engines do
+# Fields of config.json; all of them are in the golden record, and tests/support/reference.py reads them as engines do
 
 LAYERS = {"target_layers": [1, 4, 6]}
 

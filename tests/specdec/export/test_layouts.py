@@ -10,8 +10,10 @@ from specdec.export.engines import FORMATS
 from specdec.export.families import FAMILIES
 from specdec.export.layout import drop_draft_vocab
 from specdec.measuring.model_card import write_export
-from tests import reference
-from tests.exports import (
+from tests.specdec.export.test_export import REFUSALS
+from tests.support import reference
+from tests.support.drafters import TABLE
+from tests.support.exports import (
     ALL_NORMS,
     CONTAINED,
     DEPTH,
@@ -32,9 +34,7 @@ from tests.exports import (
     make_form,
     make_provenance,
 )
-from tests.loops import follow
-from tests.specdec.export.test_export import REFUSALS
-from tests.support import TABLE
+from tests.support.loops import follow
 
 pytestmark = pytest.mark.full
 

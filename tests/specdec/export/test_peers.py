@@ -17,8 +17,8 @@ from specdec.export import block_drafter
 from specdec.export.engines import make_form
 from specdec.heads.eagle import Eagle3
 from specdec.measuring.model_card import write_export
-from tests import reference
-from tests.exports import (
+from tests.support import reference
+from tests.support.exports import (
     REFERENCE_MEDUSA,
     SGLANG1,
     SGLANG3,
@@ -29,7 +29,7 @@ from tests.exports import (
     refuse,
     rewrite,
 )
-from tests.support import make_target
+from tests.support.targets import make_target
 
 V, D, F, HEADS, GROUPS, SIZE, W = 61, 32, 48, 4, 2, 8, 40  # of the target; W: draft vocabulary
 SIZES = {"hidden_size": D, "intermediate_size": F, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS,

@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.target.model import Target
-from tests import reference
-from tests.exports import (
+from tests.support import reference
+from tests.support.exports import (
     OTHER_BLOCK,
     SAFEAILAB1,
     assert_equal_drafters,

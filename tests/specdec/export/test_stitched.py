@@ -13,10 +13,10 @@ from specdec.core.untrusted import read_tensors
 from specdec.export.stitched import make_stitched_layout, write_stitched
 from specdec.heads.native import NativeMTP, read_native_modules
 from specdec.target.model import Target
-from tests import native
-from tests.native import save_native
-from tests.saved_targets import edit
-from tests.support import word_tokenizer
+from tests.support import native
+from tests.support.native import save_native
+from tests.support.saved_targets import edit
+from tests.support.targets import word_tokenizer
 
 SHARD = "20KB"
 

@@ -14,9 +14,11 @@ from specdec.heads.eagle import Eagle
 from specdec.proposers.heads import HeadProposer
 from specdec.target import attention
 from specdec.target.model import Target
-from tests.exports import export, make_form
-from tests.families import find_family, make
-from tests.support import chain_of, disturb, random_tokens, save_word_model, text_logits, word_tokenizer
+from tests.support.decoding import chain_of, random_tokens
+from tests.support.drafters import disturb, text_logits
+from tests.support.exports import export, make_form
+from tests.support.families import find_family, make
+from tests.support.targets import save_word_model, word_tokenizer
 
 pytestmark = pytest.mark.full
 

@@ -15,8 +15,9 @@ from specdec.proposers.heads import HeadProposer
 from specdec.target import attention
 from specdec.unroll import plan as unroll_plan
 from specdec.unroll.plan import plan_unroll, unroll
-from tests.loops import follow
-from tests.support import VARIANTS, chain_of, load_head, paired, random_tokens
+from tests.support.decoding import chain_of, random_tokens
+from tests.support.drafters import VARIANTS, load_head, paired
+from tests.support.loops import follow
 
 LENGTH = 13
 

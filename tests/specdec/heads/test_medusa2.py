@@ -13,8 +13,10 @@ from specdec.heads.medusa import Medusa2
 from specdec.proposers.heads import HeadProposer
 from specdec.target.adapter import disable_adapter
 from specdec.text.conversations import Row
-from tests.loops import follow
-from tests.support import chain_of, load_head, make_target, random_tokens
+from tests.support.decoding import chain_of, random_tokens
+from tests.support.drafters import load_head
+from tests.support.loops import follow
+from tests.support.targets import make_target
 from train.data.batches import collate
 from train.objective.objective import Objective
 

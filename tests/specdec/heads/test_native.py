@@ -12,10 +12,10 @@ from specdec.heads.native import NativeMTP, read_native_modules
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
 from specdec.unroll.plan import plan_unroll, unroll
-from tests import native, saved_targets
-from tests.loops import acceptance, tau
-from tests.native import save_native
-from tests.support import chain_of, greedy, random_tokens
+from tests.support import native, saved_targets
+from tests.support.decoding import chain_of, greedy, random_tokens
+from tests.support.loops import acceptance, tau
+from tests.support.native import save_native
 
 LENGTH = 20
 

@@ -24,7 +24,9 @@ from specdec.heads.mtp import MTP
 from specdec.proposers.heads import HeadProposer
 from specdec.target import attention
 from specdec.target.model import Target
-from tests.support import chain_of, disturb, make_target, random_tokens, text_logits
+from tests.support.decoding import chain_of, random_tokens
+from tests.support.drafters import disturb, text_logits
+from tests.support.targets import make_target
 
 V = 61
 TEXT = torch.tensor([random_tokens(5, 12, V)])

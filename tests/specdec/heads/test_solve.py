@@ -10,7 +10,8 @@ from specdec.core.span_attention import find_spans
 from specdec.heads.base import SizedLinear, Slots
 from specdec.heads.blocks import RIDGE_SCALE
 from specdec.heads.eagle import Eagle, Eagle3
-from tests.support import load_head, make_target
+from tests.support.drafters import load_head
+from tests.support.targets import make_target
 
 
 def solve_stacked(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

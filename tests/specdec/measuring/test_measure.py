@@ -6,7 +6,8 @@ from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.measuring.measure import decode_side_by_side
 from specdec.proposers.heads import HeadProposer
-from tests.support import chain_of, greedy, make_drafter, prompts_of
+from tests.support.decoding import chain_of, greedy, prompts_of
+from tests.support.drafters import make_drafter
 
 
 class RecordedDecoder:

@@ -19,7 +19,7 @@ from specdec.measuring.report import (
     summarise_by_category,
 )
 from specdec.text.conversations import Prompt
-from tests.support import ROOT
+from tests.support.commands import ROOT
 
 SHIPPED = sorted((ROOT / "checkpoints" / "shipped").glob("*/report.json"))
 

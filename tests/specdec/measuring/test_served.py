@@ -8,7 +8,8 @@ from specdec.core.tree import TreeShape
 from specdec.measuring import served
 from specdec.measuring.report import make_undecoded_report
 from specdec.proposers.heads import HeadProposer
-from tests.support import chain_of, make_drafter
+from tests.support.decoding import chain_of
+from tests.support.drafters import make_drafter
 
 
 def test_the_formula_and_reports_without_tau():

@@ -9,7 +9,9 @@ import pytest
 from specdec.core import files
 from specdec.measuring import trained_prompts
 from specdec.text import reading
-from tests.support import load_packs, small_tokenizer, write_rows
+from tests.support.commands import write_rows
+from tests.support.runs import load_packs
+from tests.support.targets import small_tokenizer
 from train.data.encoding import Encoding
 
 USER, MORE, OTHER = "How far is the moon?", "And the sun?", "What is a drum?"

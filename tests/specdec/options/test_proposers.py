@@ -21,7 +21,9 @@ from specdec.proposers import text as retrieval
 from specdec.proposers.auto import AutoProposer
 from specdec.target.model import Target
 from specdec.text import token_text
-from tests.support import make_drafter, make_target, random_tokens
+from tests.support.decoding import random_tokens
+from tests.support.drafters import make_drafter
+from tests.support.targets import make_target
 
 pytestmark = pytest.mark.full
 

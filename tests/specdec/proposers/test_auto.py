@@ -19,8 +19,10 @@ from specdec.proposers.costs import Costs, make_costs
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.suffix import Suffix, make_default_suffix
 from specdec.proposers.text import Guess, Ngram, TextProposer
-from tests.support import ROOT, chain_of, greedy, make_drafter, random_tokens
-from tests.texts import repeating_texts
+from tests.support.commands import ROOT
+from tests.support.decoding import chain_of, greedy, random_tokens
+from tests.support.drafters import make_drafter
+from tests.support.texts import repeating_texts
 
 FREE = dict.fromkeys(range(1, 10), 1.0)
 STEEP = {num: float(num) for num in range(1, 10)}

@@ -8,8 +8,8 @@ from specdec.proposers import auto as auto_module
 from specdec.proposers.auto import AutoProposer
 from specdec.proposers.candidates import Acceptance, Kind, RowCandidates
 from specdec.proposers.text import Guess
-from tests.enumeration import SAMPLINGS, decoder_error, sampled_target
 from tests.specdec.proposers.test_auto import MIDDLE, auto
+from tests.support.enumeration import SAMPLINGS, decoder_error, sampled_target
 
 # With such costs the best number of drafts beside a drawn one would depend on the token that was drawn
 UNEVEN = {1: 1.0, 2: 1.3, 3: 1.33, 4: 1.63, 5: 1.68, 6: 1.69, 7: 2.69, 8: 2.69, 9: 2.7}

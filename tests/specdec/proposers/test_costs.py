@@ -18,8 +18,8 @@ from specdec.proposers.auto import AutoProposer
 from specdec.proposers.costs import Correction, Costs, MeasuredCosts, describe_conditions, find_costs_file
 from specdec.proposers.suffix import make_default_suffix
 from specdec.target.verifier import Verifier
-from tests.support import greedy
-from tests.texts import repeating_texts
+from tests.support.decoding import greedy
+from tests.support.texts import repeating_texts
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from specdec.heads.draft import Draft
 from specdec.options import proposers
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
-from tests.enumeration import SAMPLINGS, decoder_error, sampled_target
-from tests.support import greedy, random_tokens, save_word_model, word_tokenizer
+from tests.support.decoding import greedy, random_tokens
+from tests.support.enumeration import SAMPLINGS, decoder_error, sampled_target
+from tests.support.targets import save_word_model, word_tokenizer
 
 pytestmark = pytest.mark.full
 

@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from specdec.proposers import datastore
-from tests.hostile import DEEP, HUGE, Touch
+from tests.support.hostile import DEEP, HUGE, Touch
 
 
 @pytest.fixture

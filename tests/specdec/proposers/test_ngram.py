@@ -6,7 +6,7 @@ import pytest
 
 from specdec.core.sampling import Sampling
 from specdec.proposers.text import Ngram
-from tests.texts import begin, check_rounds, commit, repeating_texts
+from tests.support.texts import begin, check_rounds, commit, repeating_texts
 
 
 def naive(text: list[int], low: int, high: int, num: int) -> list[int]:

@@ -15,7 +15,7 @@ from specdec.proposers import text as retrieval
 from specdec.proposers.text import Retrieval, grow_trie
 from specdec.target.model import load_tokenizer
 from specdec.text import token_text
-from tests.support import greedy, prompts_of, random_tokens
+from tests.support.decoding import greedy, prompts_of, random_tokens
 
 load_once = functools.cache(load_tokenizer)
 TOKENIZER = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})

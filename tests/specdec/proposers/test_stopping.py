@@ -17,20 +17,20 @@ from specdec.options.decoding import DecodeOptions
 from specdec.proposers.growth import FIRST_CHILD, NEXT_CHILD, find_static_parents
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
-from tests.loops import transformers_answer
-from tests.support import (
+from tests.support.commands import ROOT
+from tests.support.decoding import (
     NUM_NEW,
-    ROOT,
     Scripted,
     chain_of,
     check_counters,
     greedy,
-    make_drafter,
-    make_target,
     oracle,
     prompts_of,
     random_tokens,
 )
+from tests.support.drafters import make_drafter
+from tests.support.loops import transformers_answer
+from tests.support.targets import make_target
 
 pytestmark = pytest.mark.full
 

@@ -14,8 +14,8 @@ from specdec.proposers import suffix
 from specdec.proposers.suffix import NOWHERE, Automaton, Suffix, SuffixMatch
 from specdec.text import token_text
 from specdec.text.conversations import Prompt
-from tests.support import random_tokens
-from tests.texts import begin, check_rounds, commit, repeating_texts
+from tests.support.decoding import random_tokens
+from tests.support.texts import begin, check_rounds, commit, repeating_texts
 
 
 def automaton_of(texts: list[list[int]]) -> Automaton:

@@ -12,8 +12,9 @@ from specdec.decoding.decoder import Decoder
 from specdec.measuring.measure import seeded_generator
 from specdec.proposers import growth
 from specdec.proposers.heads import HeadProposer
-from tests.support import greedy, make_drafter, random_tokens
-from tests.texts import repeating_texts
+from tests.support.decoding import greedy, random_tokens
+from tests.support.drafters import make_drafter
+from tests.support.texts import repeating_texts
 
 RNN = {"dependence": {"kind": "markov", "rank": 8, "form": "rnn"}}
 PAIR = {"dependence": {"kind": "selector", "rank": 8, "top": 2}}

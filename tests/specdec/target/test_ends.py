@@ -8,8 +8,8 @@ import torch
 from specdec.core.shards import Shards
 from specdec.heads.eagle import Eagle3
 from specdec.target.model import Target
-from tests.families import find_family, make
-from tests.saved_targets import edit_tensors
+from tests.support.families import find_family, make
+from tests.support.saved_targets import edit_tensors
 
 CHOSEN = ["llama", "gemma3_text", "gpt2", "mistral-window", "qwen3_moe", "deepseek_v3", "qwen3_5_text"]
 FACTS = ("plain", "recurrent", "windowed", "layer_types", "num_layers", "width", "vocab_size", "max_positions", "dtype")

@@ -1,4 +1,4 @@
-"""Every family of tests/families.py does what its entry says: decoding, training, replay, compiling, refusals."""
+"""Every family of tests/support/families.py does what its entry says: decoding, training, replay, compiling, refusals."""
 
 import functools
 
@@ -17,10 +17,12 @@ from specdec.proposers.heads import HeadProposer
 from specdec.proposers.text import Ngram
 from specdec.text.conversations import Row
 from specdec.unroll import replay
-from tests import loops
-from tests.exports import bring_in, make_form, make_provenance
-from tests.families import FAMILIES, Family, find_family, reference
-from tests.support import OLD_TRANSFORMERS, Scripted, chain_of, greedy, load_head, random_tokens
+from tests.support import loops
+from tests.support.decoding import Scripted, chain_of, greedy, random_tokens
+from tests.support.drafters import load_head
+from tests.support.exports import bring_in, make_form, make_provenance
+from tests.support.families import FAMILIES, Family, find_family, reference
+from tests.support.targets import OLD_TRANSFORMERS
 from tests.target_table import PAGE, list_exports, make_family_target, table_row
 from train.data.batches import collate
 from train.features.outputs import ComputedFeatures

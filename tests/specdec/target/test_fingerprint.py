@@ -15,10 +15,10 @@ from specdec.target import fingerprint as target_fingerprint
 from specdec.target.adapter import add_adapter
 from specdec.target.fingerprint import COUNTED_FIELDS, WeightSource, describe_config
 from specdec.target.model import Target
-from tests.families import find_family, make
-from tests.native import save_native
-from tests.saved_targets import IMAGES, SIZES, edit, edit_tensors, save
-from tests.support import save_eagle
+from tests.support.drafters import save_eagle
+from tests.support.families import find_family, make
+from tests.support.native import save_native
+from tests.support.saved_targets import IMAGES, SIZES, edit, edit_tensors, save
 
 UP_PROJ, EMBEDDING = "model.layers.{}.mlp.up_proj.weight", "model.embed_tokens.weight"
 

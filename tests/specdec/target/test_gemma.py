@@ -13,7 +13,9 @@ from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target, load_tokenizer
 from specdec.text import token_text
-from tests.support import ROOT, Scripted, load_head, oracle
+from tests.support.commands import ROOT
+from tests.support.decoding import Scripted, oracle
+from tests.support.drafters import load_head
 
 FOLDER = ROOT / "targets" / "gemma3-270m"
 NUM_NEW = 12

@@ -13,9 +13,10 @@ from specdec.heads.medusa import Medusa2
 from specdec.target import attention
 from specdec.target import loading as target_loading
 from specdec.target.model import Target, load_tokenizer
-from tests.families import find_family, make
-from tests.saved_targets import IMAGES, PROMPT, SIZES, check_decoding, edit, edit_tensors, save
-from tests.support import child_environment, make_target, save_word_model
+from tests.support.commands import child_environment
+from tests.support.families import find_family, make
+from tests.support.saved_targets import IMAGES, PROMPT, SIZES, check_decoding, edit, edit_tensors, save
+from tests.support.targets import make_target, save_word_model
 
 MEASURE = """
 import sys, torch

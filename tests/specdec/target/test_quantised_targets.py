@@ -16,9 +16,9 @@ from specdec.heads.draft import Draft
 from specdec.heads.medusa import Medusa2
 from specdec.target import loading as target_loading
 from specdec.target.model import Target
-from tests.quantised import CONFIGS, quantise
-from tests.saved_targets import SIZES, check_decoding, edit, edit_tensors, save
-from tests.support import save_eagle
+from tests.support.drafters import save_eagle
+from tests.support.quantised import CONFIGS, quantise
+from tests.support.saved_targets import SIZES, check_decoding, edit, edit_tensors, save
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 LABELS = {"w8a8": "compressed-tensors-8bit", "w4a16": "compressed-tensors-4bit", "fp8": "compressed-tensors-fp8",

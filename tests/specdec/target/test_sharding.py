@@ -12,10 +12,10 @@ from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.target.adapter import add_adapter
 from specdec.target.model import Target
-from tests import families
-from tests.saved_targets import edit
-from tests.support import save_word_model
-from tests.together import together
+from tests.support import families
+from tests.support.saved_targets import edit
+from tests.support.targets import save_word_model
+from tests.support.together import together
 from train.data.batches import TrainingBatch
 from train.features.outputs import ComputedFeatures
 

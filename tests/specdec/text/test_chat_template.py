@@ -13,8 +13,10 @@ from specdec.engines import answers
 from specdec.proposers import datastore_texts
 from specdec.target.model import load_tokenizer
 from specdec.text import chat_template, conversations, reading
-from tests.conversations import HEAD, TAIL, as_row, pair, supervised, with_template
-from tests.support import load_packs, save_target, small_tokenizer, write_rows
+from tests.support.commands import write_rows
+from tests.support.conversations import HEAD, TAIL, as_row, pair, supervised, with_template
+from tests.support.runs import load_packs
+from tests.support.targets import save_target, small_tokenizer
 from train.data.encoding import Encoding
 
 TOOLS = (

@@ -8,8 +8,10 @@ from specdec.engines import answers
 from specdec.text import conversations as data
 from specdec.text import reading
 from specdec.text.messages import normalise_messages, parse_arguments, read_arguments
-from tests.conversations import ASKS, HEAD, TAIL, as_row, pair, supervised, with_template
-from tests.support import load_packs, small_tokenizer, write_rows
+from tests.support.commands import write_rows
+from tests.support.conversations import ASKS, HEAD, TAIL, as_row, pair, supervised, with_template
+from tests.support.runs import load_packs
+from tests.support.targets import small_tokenizer
 from train.data.encoding import Encoding
 
 QUESTION = {"role": "user", "content": "What floats?"}

@@ -15,8 +15,10 @@ from specdec.proposers import datastore_texts
 from specdec.text import conversations as data
 from specdec.text import reading
 from specdec.tools.server import record
-from tests.conversations import ASKS, pair, with_template
-from tests.support import load_packs, small_tokenizer, write_rows
+from tests.support.commands import write_rows
+from tests.support.conversations import ASKS, pair, with_template
+from tests.support.runs import load_packs
+from tests.support.targets import small_tokenizer
 from train.data.encoding import Encoding
 
 ROWS = [{"id": f"r{n}", "messages": pair(f"Count to {n}. \u00e9", "Hello \U0001f600")} for n in range(3)]

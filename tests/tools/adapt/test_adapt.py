@@ -15,7 +15,7 @@ from specdec.tools.adapt.adapt import AdaptOptions, size_training
 from specdec.tools.adapt.answers import RecordedAnswer, TooFewAnswers, TrafficSource, split_newest
 from specdec.tools.adapt.folder import AdaptationFolder, AdaptationPlan
 from specdec.tools.adapt.judging import MAX_ANSWERS, MIN_CONVERSATIONS, TauChange, compare_groups, find_groups
-from tests.support import small_tokenizer
+from tests.support.targets import small_tokenizer
 
 SOURCE = TrafficSource("abc", "models/t", "1234")
 

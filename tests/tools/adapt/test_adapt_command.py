@@ -25,18 +25,10 @@ from specdec.measuring import trained_prompts
 from specdec.target.model import Target
 from specdec.text import token_text
 from specdec.tools.adapt import adapt
-from tests.support import (
-    ROOT,
-    child_environment,
-    load_head,
-    make_drafter,
-    same_weights,
-    save_eagle,
-    save_target,
-    small_tokenizer,
-    train_command,
-    write_rows,
-)
+from tests.support.commands import ROOT, child_environment, train_command, write_rows
+from tests.support.drafters import load_head, make_drafter, save_eagle
+from tests.support.runs import same_weights
+from tests.support.targets import save_target, small_tokenizer
 from train.settings.hydra_text import make_search_path, quote_arguments
 
 TINY = """

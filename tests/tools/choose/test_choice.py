@@ -14,7 +14,7 @@ from specdec.tools.choose import choice
 from specdec.tools.choose.choice import ShapeAcceptance
 from specdec.tools.choose.round_costs import CostPoint, RoundCosts
 from specdec.unroll.replay import replay_answers
-from tests.support import make_drafter
+from tests.support.drafters import make_drafter
 
 PROMPTS = [[1, 2, 3], [4, 5, 3, 1], [0, 3], [2, 5, 1, 4]]
 

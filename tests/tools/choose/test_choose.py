@@ -11,7 +11,9 @@ from specdec.target.model import Target
 from specdec.tools.choose import engine_flags
 from specdec.tools.choose.choice import ShapeAcceptance, predict_speedup
 from specdec.tools.choose.round_costs import CostPoint, RoundCosts
-from tests.support import make_drafter, save_eagle, save_target, write_prompts, write_rows
+from tests.support.commands import write_prompts, write_rows
+from tests.support.drafters import make_drafter, save_eagle
+from tests.support.targets import save_target
 
 pytestmark = pytest.mark.full
 

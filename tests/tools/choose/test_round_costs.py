@@ -11,7 +11,8 @@ from specdec.proposers.heads import HeadProposer
 from specdec.target.structure import Experts, count_weights
 from specdec.tools.choose import round_costs
 from specdec.tools.choose.round_costs import CostPoint, RoundCosts
-from tests.support import Scripted, chain_of, greedy, make_drafter, oracle
+from tests.support.decoding import Scripted, chain_of, greedy, oracle
+from tests.support.drafters import make_drafter
 
 
 def make_costs(*points, **fields) -> RoundCosts:

@@ -26,9 +26,11 @@ from specdec.proposers.costs import make_costs
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.text import Forced, Ngram
 from specdec.tools.grammar.grammar import Grammar, GrammarCompiler, GrammarConstraint
-from tests.enumeration import PROMPT, SAMPLINGS, THREE_TOKENS, V, decoder_outcomes, sampled_target
-from tests.grammars import Language, random_constraint, some_of
-from tests.support import REAL_TARGET, chain_of, make_drafter, random_tokens
+from tests.support.decoding import chain_of, random_tokens
+from tests.support.drafters import make_drafter
+from tests.support.enumeration import PROMPT, SAMPLINGS, THREE_TOKENS, V, decoder_outcomes, sampled_target
+from tests.support.targets import REAL_TARGET
+from tests.tools.grammar.grammars import Language, random_constraint, some_of
 
 CHAIN, TREE = chain_of(2), TreeShape(depth=2, width=2, nodes=4)
 FREE = dict.fromkeys(range(1, 10), 1.0)
@@ -359,7 +361,8 @@ def test_generate_follows_a_grammar(tmp_path):
     from transformers import AutoModelForCausalLM
 
     from specdec.hf import Speculative
-    from tests.support import save_eagle, save_target, small_tokenizer
+    from tests.support.drafters import save_eagle
+    from tests.support.targets import save_target, small_tokenizer
 
     target, tokenizer = save_target(tmp_path / "target"), small_tokenizer()
     save_eagle(tmp_path / "head", target)

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from scripts import generate
-from tests.support import byte_fallback_tokenizer, save_eagle, save_target
+from tests.support.drafters import save_eagle
+from tests.support.targets import byte_fallback_tokenizer, save_target
 
 pytestmark = pytest.mark.full
 NUMBERS = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 3}

@@ -21,8 +21,10 @@ from specdec.target.model import Target
 from specdec.tools.judge import referee
 from specdec.tools.judge.verdict import describe_verdict
 from specdec.unroll import replay
-from tests.small_server import SmallServer
-from tests.support import chain_of, save_target, write_prompts, write_rows
+from tests.support.commands import write_prompts, write_rows
+from tests.support.decoding import chain_of
+from tests.support.small_server import SmallServer
+from tests.support.targets import save_target
 from tests.tools.server.test_app import serving
 
 NUM, NEW, K = 6, 12, 3

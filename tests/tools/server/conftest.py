@@ -3,7 +3,7 @@
 import pytest
 
 from specdec.target.model import Target
-from tests.support import save_target
+from tests.support.targets import save_target
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,10 @@ from specdec.text import conversations
 from specdec.tools.grammar.grammar import GrammarCompiler
 from specdec.tools.server.app import ServerContext, make_app
 from specdec.tools.server.engine import Engine
-from tests.running import running
-from tests.support import chain_of, greedy, make_drafter, small_tokenizer
+from tests.support.decoding import chain_of, greedy
+from tests.support.drafters import make_drafter
+from tests.support.targets import small_tokenizer
+from tests.tools.server.running import running
 
 STOP = {2}
 QUESTIONS = [f"Say {word} {number} times." for number, word in enumerate(["sky", "blue", "é 😀", "the", "a b c"] * 4)]

@@ -12,7 +12,8 @@ from specdec.decoding.batch import Batch
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
 from specdec.tools.server.engine import End, Engine, Job, Lane, ServedRound
-from tests.support import chain_of, greedy, make_drafter, random_tokens
+from tests.support.decoding import chain_of, greedy, random_tokens
+from tests.support.drafters import make_drafter
 
 STOP, GREEDY = {2}, Sampling()
 

@@ -9,7 +9,7 @@ from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.text import conversations
 from specdec.tools.grammar.grammar import Grammar, GrammarCompiler
-from tests.support import small_tokenizer
+from tests.support.targets import small_tokenizer
 from tests.tools.server.test_app import STOP, post, read_error, read_text, serving
 
 pytest.importorskip("llguidance")

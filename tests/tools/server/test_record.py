@@ -17,7 +17,9 @@ from specdec.proposers import datastore_texts
 from specdec.text import conversations, reading
 from specdec.tools.server.app import ServerContext
 from specdec.tools.server.record import Exchange, Recorder
-from tests.support import greedy, load_packs, small_tokenizer, word_tokenizer
+from tests.support.decoding import greedy
+from tests.support.runs import load_packs
+from tests.support.targets import small_tokenizer, word_tokenizer
 from tests.tools.server.test_app import LONG, STOP, await_idle, leave_early, post, read_error, read_text, serving
 from train.data import encoding
 

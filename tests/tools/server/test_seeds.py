@@ -14,7 +14,8 @@ from specdec.proposers.costs import Costs
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.suffix import make_default_suffix
 from specdec.proposers.text import Ngram
-from tests.support import chain_of, make_drafter, random_tokens
+from tests.support.decoding import chain_of, random_tokens
+from tests.support.drafters import make_drafter
 from tests.tools.server.test_app import STOP, post, serving
 
 SEEDED = {

@@ -6,7 +6,7 @@ import pytest
 
 from specdec.core.answer_text import TextDecoder, TextStream
 from specdec.tools.server.text import StoppedText
-from tests.support import byte_fallback_tokenizer, small_tokenizer
+from tests.support.targets import byte_fallback_tokenizer, small_tokenizer
 
 
 @pytest.fixture(scope="module", params=[small_tokenizer, byte_fallback_tokenizer])

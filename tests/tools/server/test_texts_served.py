@@ -7,7 +7,8 @@ import pytest
 
 from specdec.target.model import Target
 from specdec.tools.server.record import Recorder
-from tests.support import byte_fallback_tokenizer, greedy, save_target, small_tokenizer
+from tests.support.decoding import greedy
+from tests.support.targets import byte_fallback_tokenizer, save_target, small_tokenizer
 from tests.tools.server.test_app import STOP, post, read_error, read_text, serving
 from tests.tools.server.test_record import rows_in
 

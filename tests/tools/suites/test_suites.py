@@ -13,7 +13,8 @@ from specdec.measuring import questions
 from specdec.text import chat_template, reading
 from specdec.tools.suites import suites
 from specdec.tools.suites.suites import NO_PROTOCOL, encode_turn, load_suite, read_protocol
-from tests.support import ROOT, small_tokenizer, write_prompts, write_rows
+from tests.support.commands import ROOT, write_prompts, write_rows
+from tests.support.targets import small_tokenizer
 from train.data.encoding import Encoding, load_rows
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."

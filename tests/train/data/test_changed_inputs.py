@@ -13,8 +13,10 @@ from specdec.core import files, progress
 from specdec.core.resumable import Resumable
 from specdec.target.fingerprint import Fingerprint
 from specdec.target.model import Target
-from tests.saved_targets import edit
-from tests.support import PowerCutError, before_steps, cut_power, save_target, train_overrides, write_rows
+from tests.support.commands import write_rows
+from tests.support.runs import PowerCutError, before_steps, cut_power, train_overrides
+from tests.support.saved_targets import edit
+from tests.support.targets import save_target
 
 SHORT = ["target.device=cpu", "target.dtype=float32", "max_new_tokens=4", "decode.temperature=0"]
 

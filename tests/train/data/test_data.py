@@ -23,8 +23,9 @@ from specdec.measuring.answers import OwnDecoder
 from specdec.measuring.replay import warn_of_writers
 from specdec.target.fingerprint import Fingerprint
 from specdec.text import conversations, reading
-from tests.conversations import ASKS, as_row, pair, supervised
-from tests.support import REAL_TARGET, write_rows
+from tests.support.commands import write_rows
+from tests.support.conversations import ASKS, as_row, pair, supervised
+from tests.support.targets import REAL_TARGET
 from train.data import batches
 from train.data.packing import SCHEMA, EncodedRows, Packs, make_columns, take_tokens
 

@@ -20,10 +20,12 @@ from transformers import AutoTokenizer
 from specdec.core import files
 from specdec.text import conversations, reading
 from specdec.text.reading import read_sources
-from tests.conversations import conversations as write_conversations
-from tests.conversations import pair
-from tests.small_server import STOP
-from tests.support import REAL_TARGET, ROOT, load_packs, small_tokenizer, write_rows
+from tests.support.commands import ROOT, write_rows
+from tests.support.conversations import conversations as write_conversations
+from tests.support.conversations import pair
+from tests.support.runs import load_packs
+from tests.support.small_server import STOP
+from tests.support.targets import REAL_TARGET, small_tokenizer
 from train.data import packing
 from train.data.encoding import Encoding
 from train.data.packing import SCHEMA, EncodedRows, Packs, pack_first_fit

@@ -10,7 +10,7 @@ import pytest
 from specdec.core import row_files
 from specdec.core.lock import hold_lock
 from specdec.text import conversations, reading
-from tests.support import small_tokenizer
+from tests.support.targets import small_tokenizer
 from train.loop.state import RunFolder
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -12,7 +12,10 @@ from specdec.core.option_types import read_options
 from specdec.options import config_files
 from specdec.target.model import Target
 from specdec.text.conversations import Row
-from tests.support import ROOT, make_drafter, make_target, random_tokens
+from tests.support.commands import ROOT
+from tests.support.decoding import random_tokens
+from tests.support.drafters import make_drafter
+from tests.support.targets import make_target
 from train.data.packing import EncodedRows, Packs
 from train.features.feature_files import FeatureFolder, compute_checksum
 from train.features.outputs import StoredFeatures

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from specdec.core import devices
-from tests.conversations import make_rows
-from tests.support import losses_of
+from tests.support.conversations import make_rows
+from tests.support.runs import losses_of
 from train.data.packing import EncodedRows, Packs
 from train.features import outputs
 from train.features.loader import MICRO_BATCHES_AHEAD, Loader, Material, Order

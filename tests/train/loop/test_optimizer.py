@@ -7,14 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support import (
-    VARIANTS,
-    log_of,
-    make_drafter,
-    name_of,
-    report_of,
-    weights_of,
-)
+from tests.support.drafters import VARIANTS, make_drafter, name_of
+from tests.support.runs import log_of, report_of, weights_of
 from train.loop.optimizer import OptimizerOptions, WeightAverage, list_hidden_matrices, make_optimizer, make_schedule
 from train.loop.state import RunFolder
 from train.loop.validate import Validation

@@ -10,7 +10,7 @@ import torch
 
 from specdec import checkpoint
 from specdec.core import files
-from tests.support import PowerCutError, before_steps, cut_power, fit_interrupted, losses_of
+from tests.support.runs import PowerCutError, before_steps, cut_power, fit_interrupted, losses_of
 from train.loop.state import RunFolder, StateSaver
 
 STATE = {"weights": {"weight": torch.arange(3.0)}, "optimizer": {"state": {}, "param_groups": []}, "document": {}}

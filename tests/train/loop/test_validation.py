@@ -23,18 +23,11 @@ from specdec.target.model import Target, load_tokenizer
 from specdec.text import reading
 from specdec.text.conversations import Prompt
 from specdec.unroll import replay
-from tests.loops import follow
-from tests.support import (
-    fit_interrupted,
-    log_of,
-    make_drafter,
-    prompts_of,
-    random_tokens,
-    report_of,
-    same_weights,
-    weights_of,
-    write_rows,
-)
+from tests.support.commands import write_rows
+from tests.support.decoding import prompts_of, random_tokens
+from tests.support.drafters import make_drafter
+from tests.support.loops import follow
+from tests.support.runs import fit_interrupted, log_of, report_of, same_weights, weights_of
 from train.loop import validate
 from train.loop.state import RunFolder
 from train.loop.trainer import Trainer

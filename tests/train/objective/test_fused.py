@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec.core import compile, fast
-from tests.support import VARIANTS, make_drafter, name_of
+from tests.support.drafters import VARIANTS, make_drafter, name_of
 from tests.train.objective.test_objective import make_objective, make_row
 from train.data.batches import collate
 from train.features.outputs import ComputedFeatures

@@ -15,9 +15,10 @@ from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
 from specdec.text.conversations import Row
 from specdec.unroll import replay
-from tests import loops
-from tests.loops import follow
-from tests.support import HEADS, VARIANTS, chain_of, load_head, make_drafter, name_of, paired, random_tokens
+from tests.support import loops
+from tests.support.decoding import chain_of, random_tokens
+from tests.support.drafters import HEADS, VARIANTS, load_head, make_drafter, name_of, paired
+from tests.support.loops import follow
 from tests.train.objective.test_losses import FIGURES, FORMULAS, PlainSlot, sum_kl
 from train.data.batches import collate
 from train.features.outputs import ComputedFeatures

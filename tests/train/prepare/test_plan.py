@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from tests.support import ROOT
+from tests.support.commands import ROOT
 from tests.train.composing import compose_options
 from train.prepare import facts as prepare
 from train.prepare import plan

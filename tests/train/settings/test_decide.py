@@ -8,7 +8,7 @@ import pytest
 
 from specdec.core.precision import DtypeChoice
 from specdec.options.config_files import flatten
-from tests.support import losses_of
+from tests.support.runs import losses_of
 from tests.train.composing import compose_options
 from train.prepare import facts as prepare
 from train.settings import decide

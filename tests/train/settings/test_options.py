@@ -21,8 +21,9 @@ from specdec.heads.eagle import Eagle3
 from specdec.options import config_files
 from specdec.options.config_files import fill, flatten
 from specdec.proposers.growth import Children
-from tests.refusals import assert_refused
-from tests.support import ROOT, log_of, losses_of
+from tests.support.commands import ROOT
+from tests.support.refusals import assert_refused
+from tests.support.runs import log_of, losses_of
 from tests.train.composing import compose
 from train.loop import optimizer
 from train.loop.optimizer import read_norms

@@ -11,7 +11,7 @@ from scripts import report as script
 from specdec import checkpoint
 from specdec.measuring import page
 from specdec.measuring.report import Report
-from tests.support import write_rows
+from tests.support.commands import write_rows
 from train.settings import record
 from train.show import run_page
 

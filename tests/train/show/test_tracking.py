@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from specdec import checkpoint
-from tests.support import fit_interrupted
+from tests.support.runs import fit_interrupted
 from train.show import tracking
 
 SHORT = ("train.steps=4", "train.validate_every=2", "validation.share=null")

@@ -24,7 +24,8 @@ from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree
 from specdec.decoding.decoder import Decoder
 from specdec.proposers import auto, growth
-from tests.support import make_target, random_tree
+from tests.support.decoding import random_tree
+from tests.support.targets import make_target
 
 V, DEPTH = 3, 3
 TEXTS = list(itertools.product(range(V), repeat=DEPTH + 1))

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
 ELSEWHERE = torch.device("meta")
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 READS = {
     aten._local_scalar_dense.default,
     aten.nonzero.default,

@@ -12,8 +12,9 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from hydra import compose, initialize_config_dir
 
-from tests.support import ROOT, PowerCutError, before_steps, train_command
-from tests.together import free_ports, printed_by
+from tests.support.commands import ROOT, train_command
+from tests.support.runs import PowerCutError, before_steps
+from tests.support.together import free_ports, printed_by
 from train.loop.trainer import Trainer
 from train.objective.objective import Objective
 from train.prepare import facts
@@ -62,7 +63,7 @@ def fit_by_two(cwd: Path, runs: list[dict]) -> list[str]:
     """Trains the runs by two processes without a launcher. -> what each has printed"""
     for run, port in zip(runs, free_ports(len(runs))):  # each has its own: the one before may not have closed yet
         run["port"] = port
-    return printed_by(2, "tests.processes:fit_all", runs, cwd=cwd)
+    return printed_by(2, "tests.support.processes:fit_all", runs, cwd=cwd)
 
 
 def fit_all(runs: list[dict]) -> None:

@@ -5,7 +5,7 @@ import random
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.support import greedy, prompts_of
+from tests.support.decoding import greedy, prompts_of
 
 
 def begin(proposer, prompts: list[list[int]]) -> None:

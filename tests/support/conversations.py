@@ -6,7 +6,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from specdec.text.conversations import Row
-from tests.support import small_tokenizer, write_rows
+from tests.support.commands import write_rows
+from tests.support.targets import small_tokenizer
 
 HEAD = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
 ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -8,7 +8,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.support import ROOT, save_target, start, train_overrides, write_prompts, write_rows
+from tests.support.commands import ROOT, start, write_prompts, write_rows
+from tests.support.runs import train_overrides
+from tests.support.targets import save_target
 
 ROWS = 24
 BEGUN = {"train.py": "step ", "answer.py": "answers to write"}  # what a command prints when it begins to write

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specdec.core.untrusted import read_tensors
-from tests import families
-from tests.families import FULL, Family, find_family
+from tests.support import families
+from tests.support.families import FULL, Family, find_family
 
 DEEPSEEK = {
     "enorm": "model.layers.4.enorm",

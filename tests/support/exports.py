@@ -1,4 +1,4 @@
-"""Helpers for tests of exported and published folders. tests/reference.py reads such folders independently."""
+"""Helpers for tests of exported and published folders. tests/support/reference.py reads such folders independently."""
 
 import json
 import shutil
@@ -14,9 +14,10 @@ from specdec import checkpoint
 from specdec.export import published
 from specdec.export.engines import ExportForm, make_form
 from specdec.measuring.model_card import Provenance, write_export
-from tests import reference
-from tests.loops import follow
-from tests.support import load_head, make_drafter, random_tokens
+from tests.support import reference
+from tests.support.decoding import random_tokens
+from tests.support.drafters import load_head, make_drafter
+from tests.support.loops import follow
 
 TOKENS = 1 + torch.tensor(random_tokens(3, 16, 60))  # without token 0, which DSpark uses as its mask
 DEPTH = 4
@@ -58,7 +59,7 @@ def export(drafter, form: str, out: Path, *, dtype=torch.float64) -> ExportForm:
 def assert_same_drafts(path: Path, reader, drafter, *, slots=SLOTS) -> None:
     """Asserts that the engine has the drafter's logits at every step of a chain, and for the same tokens.
 
-    reader: a function of tests/reference.py that reads the folder `path` as an engine does
+    reader: a function of tests/support/reference.py that reads the folder `path` as an engine does
     """
     target = drafter.target
     served = reference.serve(target.model, TOKENS)

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from tests.support import small_tokenizer
+from tests.support.targets import small_tokenizer
 
 STOP = 2  # <|im_end|>
 # status; a document, or text or bytes that are sent as they are, or a list of bytes that begins with b"", which come

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 import yaml
 
-from tests.small_server import Quiet
+from tests.support.small_server import Quiet
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Runs a function of a test in several processes that find each other, as a launcher starts them.
 
-python -m tests.together tests.specdec.target.test_sharding:compare '["folder"]'
+python -m tests.support.together tests.specdec.target.test_sharding:compare '["folder"]'
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import tempfile
 import torch
 from torch import distributed as dist
 
-from tests.support import ROOT, child_environment
+from tests.support.commands import ROOT, child_environment
 
 SECONDS = 300  # until processes that wait for each other for ever are ended
 SHOWN = 4000  # characters at the end of what each has printed
@@ -40,7 +40,7 @@ def printed_by(num: int, function: str, *arguments, cwd=None) -> list[str]:
         "WORLD_SIZE": str(num),
         "LOCAL_WORLD_SIZE": str(num),
     }
-    command = [sys.executable, "-m", "tests.together", function, json.dumps(arguments)]
+    command = [sys.executable, "-m", "tests.support.together", function, json.dumps(arguments)]
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num)]  # a pipe would fill up
         processes = [

@@ -11,7 +11,7 @@ from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
 from specdec.measuring.measure import decode_side_by_side
 from specdec.proposers.heads import HeadProposer
-from tests.support import chain_of, random_tokens
+from tests.support.decoding import chain_of, random_tokens
 
 KINDS = {
     "path": ("eagle", {}),
