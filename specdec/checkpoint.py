@@ -164,7 +164,7 @@ def _list_arguments(spec: dict) -> dict:
 
 
 def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torch.dtype | None = None) -> Head:
-    """A drafter with these tensors, on the target's device. spec: as in `save`; dtype: None: the target's
+    """A drafter with these tensors, on the target's device. spec: see `save`; dtype: None for the target's
 
     Raises RuntimeError or TypeError if spec and tensors do not fit together.
     """
@@ -211,7 +211,7 @@ def replace_parts(drafter: Head, spec: dict, head_options: dict) -> Head:
 
     A part starts as the identity where its method has such a start. With another dependence, the alignment and the
     confidence head are the configuration's, too.
-    spec: as `build` takes it; it gets the parts, too
+    spec: drafter.json (see `build`), which gets the parts, too
     """
     changed = _list_changed_parts(drafter, spec, head_options)
     if not changed:
@@ -255,7 +255,7 @@ def replace_vocab(drafter: Head, spec: dict, vocab: Tensor | None) -> Head:
 
     Tensors with a row for each token (`Head.token_row_prefixes`) keep the rows of tokens that stay. Rows of further
     tokens are a new head's.
-    spec: as `build` takes it
+    spec: drafter.json, see `build`
     Raises ValueError for a head that changes its target.
     """
     if drafter.adapts_target:
@@ -281,7 +281,7 @@ def load(folder: str | Path, target: Target, *, exact: bool = False) -> Head:
 
     The adapter of such a drafter is merged into the target's weights, so all later outputs of `target` are those of the
     adapted target.
-    folder: as `resolve` takes it; exact: whether the dtype must round none of the file's values
+    folder: a folder or a name, see `resolve`; exact: whether the dtype must round none of the file's values
     Raises ValueError if the target is not the one that the drafter was trained for, or is adapted already.
     """
     drafter, _ = _read_drafter(resolve(folder), target, None, exact=exact)

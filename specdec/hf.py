@@ -58,7 +58,7 @@ MODEL_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "use_cac
 class _LoadedDrafter:
     """A drafter beside the model that it was loaded for."""
 
-    weights: list[tuple[int, int]]  # of each parameter, its address and how often it was changed in place
+    weights: list[tuple[int, int]]  # [(address, number of changes in place)] of the parameters
     model: PreTrainedModel
     target: Target
     drafting: Drafting

@@ -681,7 +681,7 @@ def make_block_family(
 ) -> ExportFamily:
     """The record of a kind of block drafter.
 
-    writers: those that differ from DFlash's; fields: further ones of ExportFamily
+    writers: writers that differ from DFlash's; fields: further fields of ExportFamily
     """
     usual: dict[str, Writer] = {"": partial(write_dflash, kind=kind), "sglang": partial(write_sglang_dflash, kind=kind)}
     family = ExportFamily(

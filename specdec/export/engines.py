@@ -34,7 +34,7 @@ class EngineFormat:
     takes: Mapping[str, str]  # kinds of heads that are there, with the engine's own name for each
     lines: Mapping[str, str]  # launch line by engine; {method} (of `takes`), {settings} and {more} are filled in
     engine: str | None = None  # one of ENGINES, whose targets are known
-    settings: Mapping[str, str] = field(default_factory=dict)  # as in `ExportForm`, with <method>
+    settings: Mapping[str, str] = field(default_factory=dict)  # see `ExportForm.settings`; with <method>
     # engines that were not run on this folder: `takes` and `line`
     unrun_engines: Mapping[str, dict] = field(default_factory=dict)
     notes: Sequence[str] = ()  # sentences for the model card
@@ -56,7 +56,7 @@ FORMATS = load_formats()
 class ExportForm:
     """A drafter's layout, and the way in which engines are told to use it."""
 
-    name: str  # of the format, in FORMATS
+    name: str  # key of FORMATS
     layout: Layout
     # launch line by engine, with <target>, <out>, <num> and <num+1>
     engines: dict[str, str] = field(default_factory=dict)
@@ -113,10 +113,14 @@ def make_form(drafter: Drafter, name: str) -> ExportForm:
         settings,
         most_drafts=drafter.depth and drafter.depth - bool(rules.drops_last and drafter.anchor_predicts),
         whole_block=family.whole_block,
-        whole_vocabulary=drafter.draft_to_target is not None
-        and not (family.draft_vocabulary and rules.draft_vocabulary),
+        whole_vocabulary=drafter.draft_to_target is not None and not _has_draft_vocabulary(family, rules),
         notes=tuple(notes),
     )
+
+
+def _has_draft_vocabulary(family: ExportFamily, rules: EngineRules) -> bool:
+    """Whether both the layout and the engine have a place for a draft vocabulary."""
+    return family.draft_vocabulary and rules.draft_vocabulary
 
 
 def _make_published_form(drafter: Drafter) -> ExportForm:

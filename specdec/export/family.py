@@ -90,7 +90,7 @@ class RestoredHead:
 
     drafter: Any
     config: dict
-    tensors: Tensors  # by public name
+    tensors: Tensors  # {public name: tensor}
     side_files: dict[str, Any]
 
 
@@ -109,8 +109,8 @@ class ExportFamily:
     inputs: Literal[
         "states", "last_state", "draft"
     ]  # needs of the head: inner states of the target, its last one, none
-    writers: Mapping[str, Writer] = field(default_factory=dict)  # by format; "" for formats that are not named
-    engines: Mapping[str, EngineRules] = field(default_factory=dict)  # by format; "nvidia" for NVIDIA's engines
+    writers: Mapping[str, Writer] = field(default_factory=dict)  # {format: writer}; "" for formats that are not named
+    engines: Mapping[str, EngineRules] = field(default_factory=dict)  # {format: rules}; "nvidia" for NVIDIA's engines
     recognises: Callable[[PublishedFiles], bool] = lambda files: False  # whether a published folder is of this kind
     read: Reader | None = None  # None: no layout of its own is read
     public_names: NameMap = lambda config, names: {}  # for reading and restoring

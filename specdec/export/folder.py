@@ -14,9 +14,11 @@ STITCHED_CARD = "MTP.md"  # a stitched model keeps its own README.md
 
 
 def write_folder(form: ExportForm, out: Path, *, dtype: torch.dtype, num_drafts: int, card: str) -> int:
-    """Makes the folder `out`. num_drafts: of a round, as the engine starts; card: text of the model card
+    """Makes the folder `out`. -> bytes of the tensors
 
-    -> bytes of the tensors. Raises ValueError, and writes nothing, if `out` exists."""
+    num_drafts: drafts in a round when the engine starts; card: text of the model card
+    Raises ValueError, and writes nothing, if `out` exists.
+    """
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
     if form.layout.fill_folder is not None:

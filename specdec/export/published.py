@@ -354,7 +354,7 @@ def check_record(record: dict | None) -> ExportFamily:
 
 
 def refuse_lost_tensors(drafter: Drafter, own_names: dict[str, str]) -> None:
-    """Raises ValueError for tensors of the head that the layout has no place for. own_names: by public name"""
+    """Raises ValueError for tensors of the head that the layout has no place for. own_names: {public name: own name}"""
     state = drafter.state_dict()
     restorable = {*own_names.values(), "mask_embedding", "draft_to_target"}
     lost = [name for name, value in state.items() if name not in restorable and bool(value.any())]

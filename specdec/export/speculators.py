@@ -22,7 +22,7 @@ def write_container(
 ) -> Layout:
     """A head in a container, from its layout outside of one.
 
-    architecture, model_type: of the head, and of its layers; kind_fields: the fields that only this kind has
+    architecture: the head's class; model_type: type of its layers; kind_fields: fields that only this kind has
     """
     target, plain_config = drafter.target, plain_layout.config
     method = {"proposal_type": "greedy", "speculative_tokens": "<num>", "verifier_accept_k": 1, "accept_tolerance": 0.0}

@@ -64,7 +64,7 @@ class Lookahead(TextProposer):
         if not state.columns:
             state.columns = [[text[number * len(text) // self.window]] for number in range(self.window)]
         draft: Nodes = []
-        node_numbers: dict[tuple[int, int], int] = {}  # of nodes, by token and parent
+        node_numbers: dict[tuple[int, int], int] = {}  # {(token, parent): node}
 
         def add_path(tokens, node: int) -> int:
             """Adds tokens below a node -> the number of the last one."""

@@ -140,7 +140,7 @@ def decode_shapes(task: ChoiceTask, shapes: list[DrafterShape], prompts: list[Pr
 
 
 def summarise_shape(shape: DrafterShape, results: list[PromptResult], depth: int, seed: int) -> ShapeAcceptance:
-    """The acceptance of a decoded shape. results: those of prompts with a round or more; depth: deepest draft"""
+    """The acceptance of a decoded shape. results: results of prompts with a round or more; depth: deepest draft"""
     counts = [PromptCounts(result.num_rounds, result.num_emitted) for result in results]
     accepted = [num for result in results for num in result.drafted.accepted[0]]
     drafts = shape.chain or statistics.mean(num for result in results for num in result.drafted.drafted)

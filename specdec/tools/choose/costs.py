@@ -87,7 +87,7 @@ def time_drafter(
 ) -> list[CostPoint]:
     """The points of one drafter, timed now or read from the file of earlier measurements.
 
-    shapes: by their drafts; max_cost_ratio: as of `time_loads`
+    shapes: {drafts: shape}; max_cost_ratio: see `time_loads`
     """
     first = next(iter(shapes.values()))
     common: dict[str, Any] = {"sampling": task.sampling, "stop": set(), "runner": first.drafting.runner()}

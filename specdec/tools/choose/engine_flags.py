@@ -75,7 +75,7 @@ def find_steps(
 def make_lines(form: ExportForm, name: str, target: str, steps: list[Step]) -> list[dict[str, Any]]:
     """{loads, line} of each step with drafts; one line with a schedule where vLLM can change its drafts by load.
 
-    steps: as of `find_steps`
+    steps: see `find_steps`
     """
     drafting = [step for step in steps if step[2]]
     max_drafts = max(num for *_, num in drafting)

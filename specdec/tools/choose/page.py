@@ -25,11 +25,10 @@ def make_entries(acceptance: list[ShapeAcceptance], temperature: float, num_answ
 
 
 def list_sections(choice: dict[str, Any]) -> list[Section]:
-    """The sections of the page. choice: that of results.json"""
+    """The sections of the page. choice: see `choice` of results.json"""
     summary = (
         f"{choice['num_answers']} answers. Costs: {choice['costs']['source']}. Intervals: 95 %, "
-        "of tau over prompts and "
-        "of timed seconds. *: extrapolated beyond the rows, drafts or contexts that costs are known of."
+        "of tau over prompts and of timed seconds. *: extrapolated beyond the rows, drafts or contexts that costs are known of."
     )
     flags = [*describe_flags(choice["flags"])]
     return [
@@ -68,7 +67,7 @@ def describe_crossings(choice: dict[str, Any]) -> Iterator[str]:
 
 
 def describe_flags(flags: list[dict[str, Any]]) -> Iterator[str]:
-    """The lines of engines, then the reasons why there is none. flags: those of `list_flags`"""
+    """The lines of engines, then the reasons why there is none. flags: see `list_flags`"""
     with_line = [flag for flag in flags if "line" in flag]
     for flag in with_line:
         yield "{drafter}, {engine}, loads {loads[0]} to {loads[1]}: {line}".format(**flag)

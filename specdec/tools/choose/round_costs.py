@@ -60,7 +60,7 @@ class RoundCosts:
 
     def __init__(self, points: Iterable[CostPoint], source: str, fingerprint: str | None = None):
         self.points, self.source, self.fingerprint = list(points), source, fingerprint
-        self.tables: dict[str, dict[float, Curves]] = {}  # by drafter and context
+        self.tables: dict[str, dict[float, Curves]] = {}  # {drafter: {context: curves}}
         for point in self.points:
             curve = self.tables.setdefault(point.drafter, {}).setdefault(point.context, {}).setdefault(point.rows, {})
             curve[0] = numpy.array([point.plain, point.plain, 0.0, 0.0])
@@ -213,7 +213,7 @@ def time_loads(
 ) -> list[CostPoint]:
     """Points of one drafter at each load, behind the mean context, as far as rounds are short and memory suffices.
 
-    decoders: by their drafts, the plain one at 0; cached_points: points that are not measured again
+    decoders: {drafts: decoder}, the plain one at 0; cached_points: points that are not measured again
     max_cost_ratio: bound of seconds over plain; larger loads are timed without drafts above it, as they cannot pay
     store_points: called with the new points of each load
     """

@@ -123,7 +123,7 @@ class GrammarConstraint:
     def allowed(self, tokens: list[int], parents: list[int]) -> list[bytes | None]:
         """The mask of the next token behind each node of a tree, of which node 0 is the newest token of the answer.
 
-        tokens, parents [N]: as in Tree
+        tokens, parents [N]: nodes of the tree, see Tree
         A mask has a bit for each token id, the lowest bit of the first byte first. It is b"" behind the end of an
         answer, where all tokens may follow, and None for a node that the grammar does not allow.
         """

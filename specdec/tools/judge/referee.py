@@ -146,7 +146,7 @@ class ServedAnswer:
     ids: token ids; None where the server gives none
     sizes: tokens of each event of the stream
     server_counts: the server's own counts of its drafts
-    ended: whether it ended by itself, not by the limit of tokens
+    ended: whether the answer ended by itself, not by the limit of tokens
     """
 
     prompt: str

@@ -111,7 +111,7 @@ def find_differences(answers: list[ServedAnswer], replays: Sequence[Replay]) -> 
 
 
 def describe_verdict(figures: dict[str, Any]) -> str:
-    """The verdict in sentences. figures: those of `compare_with_replay`"""
+    """The verdict in sentences. figures: see `compare_with_replay`"""
     served, replayed, compared = (figures[name] for name in ("served_tau", "replayed_tau", "compared_by_round"))
     low, high = figures["difference_ci"]
     verdict = "served = trained"

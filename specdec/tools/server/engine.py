@@ -58,7 +58,7 @@ class Job:
     """A request and its settings in the engine.
 
     deliver: function that is called with every event, in the engine's thread; it must not wait
-    speculate: whether it is decoded with drafts
+    speculate: whether the answer is decoded with drafts
     deadline: time.monotonic() at which it is given up; None for never
     constraint: constraint of a grammar that the answer follows; None for a free answer
     """
@@ -102,7 +102,7 @@ class Lane:
         self.decoder, self.max_requests, self.prefill_tokens = decoder, max_requests, prefill_tokens
         self.batch: Batch = decoder.batch()
         self.waiting: deque[Job] = deque()
-        self.jobs: dict[int, Job] = {}  # by id() of their requests, while they are read and run
+        self.jobs: dict[int, Job] = {}  # {id of the request: job}, while they are read and run
         self.reading: tuple[list[Job], Prefill] | None = None  # jobs that join next
 
     def run_round(self) -> BatchRound | None:
