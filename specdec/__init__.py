@@ -1,4 +1,7 @@
-"""Drafters for speculative decoding: train, decode, measure. The names in __all__ are the public interface (docs/api.md)."""
+"""Drafters for speculative decoding: train, decode, measure.
+
+The names in __all__ are the public interface (docs/api.md).
+"""
 
 import importlib
 from pathlib import Path
@@ -36,8 +39,9 @@ def __getattr__(name: str) -> Any:
 def load_target(
     name: str, *, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False
 ) -> "Target":
-    """A frozen target. name: a folder, or a name on the Hugging Face Hub; device: None: CUDA if there is one, else the CPU
+    """A frozen target.
 
+    name: a folder, or a name on the Hugging Face Hub; device: None for CUDA if there is one, else the CPU
     dtype: bfloat16, float32, float16 or float64; auto: bfloat16 where the device computes in it, else float32
     Raises ValueError with what to do.
     """
@@ -50,7 +54,9 @@ def load_target(
 
 
 def load_head(checkpoint: str | Path, target: "Target") -> "Head":
-    """A trained head for this target. checkpoint: a step's folder, a run's folder for its best step, or user/name on the Hub
+    """A trained head for this target.
+
+    checkpoint: a step's folder, a run's folder for its best step, or user/name on the Hub
 
     A head that adapts its target changes `target`. Raises ValueError if the head was trained for another target.
     """

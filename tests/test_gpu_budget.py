@@ -60,7 +60,7 @@ class Budget:
     launches: int
     moved: float  # GB read and written
     live: float  # GB that are held at one time, beside weights
-    waits: int  # of the host for the device
+    waits: int  # number of times that the host waits for the device
 
     def check(self, count: OperationCount) -> None:
         found = Budget(count.launches, count.moved / GB, count.live / GB, count.waits)

@@ -1,4 +1,6 @@
-"""Tests of scripts/export.py: exported folders, read again, and checkpoints on a stand-in of the Hub (tests/support/hub.py)."""
+"""Tests of scripts/export.py: exported folders, read again, and checkpoints on a stand-in of the Hub
+(tests/support/hub.py).
+"""
 
 import json
 import shutil

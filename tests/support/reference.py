@@ -125,7 +125,11 @@ def mlp(w: dict, config: dict, x: Tensor) -> Tensor:
 
 
 def under(tensors: dict, *prefixes: str) -> dict:
-    return {name[len(p) :]: value for p in prefixes for name, value in tensors.items() if name.startswith(p)}
+    """The tensors below these prefixes, without them."""
+    below = {}
+    for prefix in prefixes:
+        below |= {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    return below
 
 
 def vocabulary(tensors: dict, config: dict, target: Served) -> tuple[Tensor, Tensor]:
@@ -165,42 +169,20 @@ def eagle1(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
 def eagle3(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, engine: str = "vllm") -> Drafts:
     """EAGLE-3 and P-EAGLE, a raw folder or a Speculators container.
 
-    Layer ids: vLLM reads the outer ones, SGLang the inner ones plus one. Later layers: the norm before attention has another name.
+    Layer ids: vLLM reads the outer ones, SGLang the inner ones plus one. Later layers: the norm before attention has
+    another name.
     """
-    config, tensors = load(folder)
-    if "speculators_model_type" in config:
-        assert config["speculators_model_type"] in ("eagle3", "peagle") and engine == "vllm"
-        assert (config["speculators_model_type"] == "peagle") == ("mask_token_id" in config)
-        kind = config["transformer_layer_config"]["model_type"]
-        assert (kind == "qwen3") == ("layers.0.self_attn.q_norm.weight" in tensors) and "norm_before_residual" in config
-        config = {**DEFAULTS, **config["transformer_layer_config"], **config}
-    else:
-        assert config["architectures"][0] in ("LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM", "PEagleDraftModel")
-    num_layers, eagle_config = len(target.states) - 1, config.get("eagle_config", {})
-    layers = eagle_config.get("eagle_aux_hidden_state_layer_ids")
-    if engine == "vllm":
-        layers = config.get("eagle_aux_hidden_state_layer_ids") or layers
-    else:
-        layers = layers and [k + 1 for k in layers]
-    layers = sorted(layers or [2, num_layers // 2, num_layers - 3])
-
+    config, tensors = load_eagle3(folder, engine)
     w = under(tensors, "midlayer.", "layers.0.")
     embed = tensors.get("embed_tokens.weight", target.embed)
     lm_head, ids = vocabulary(tensors, config, target)
-    g = torch.cat(list(target.states[layers, :slot]), dim=-1)
     masks = config.get("ptd_token_id", config.get("mask_token_id"))
     assert (masks is None) == ("mask_hidden" not in tensors)
+    layers = eagle3_layers(config, len(target.states) - 1, engine)
+    g = torch.cat(list(target.states[layers, :slot]), dim=-1)
     if masks is not None:
         g = torch.cat([g, tensors["mask_hidden"].view(1, -1).expand(depth, -1)])
-    if config.get("norm_before_fc", eagle_config.get("norm_before_fc")):
-        g = norm(g, tensors["input_norm.weight"], config)
-    old = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
-    tensors |= {
-        f"fc_norm.{i}.weight": tensors[f"{name}.weight"] for i, name in enumerate(old) if f"{name}.weight" in tensors
-    }
-    if config.get("fc_norm") or config.get("use_aux_norm"):  # after the other norm, as in vLLM's source
-        parts = enumerate(g.chunk(len(layers), dim=-1))
-        g = torch.cat([norm(part, tensors[f"fc_norm.{i}.weight"], config) for i, part in parts], dim=-1)
+    g = normed_states(tensors, config, g, len(layers))
     (h, blank), logits = (g @ tensors["fc.weight"].T).split([slot, len(g) - slot]), []
     for d in range(1, depth + 1):
         seen = tokens[1 : slot + d].clone()
@@ -209,18 +191,61 @@ def eagle3(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
         e = norm(embed[seen], w["input_layernorm.weight"], config)
         n = norm(h, w["hidden_norm.weight"], config)
         y = (n if config.get("norm_before_residual") else h) + causal(w, config, torch.cat([e, n], dim=-1))
-        y = mlp(w, config, y)
-        for number in range(1, config["num_hidden_layers"]):
-            further = under(tensors, f"layers.{number}.")
-            before = further["input_layernorm.weight"]
-            if engine == "sglang" and "hidden_norm.weight" in further:  # modelopt's later layers have none
-                before = further["hidden_norm.weight"]
-            y = y + causal(further, config, norm(y, before, config), layer=number)
-            y = mlp(further, config, y)
+        y = later_layers(tensors, config, mlp(w, config, y), engine)
         readout = norm(y[-1:], tensors["norm.weight"], config)
         logits.append(lm_head @ readout[0])
-        h = torch.cat([h, blank[:1] if masks is not None else readout if config.get("norm_output") else y[-1:]])
+        next_state = readout if config.get("norm_output") else y[-1:]
+        h = torch.cat([h, next_state if masks is None else blank[:1]])
     return Drafts(torch.stack(logits), ids)
+
+
+def load_eagle3(folder: Path, engine: str) -> tuple[dict, dict]:
+    """Configuration and tensors of an EAGLE-3 or P-EAGLE folder; a container's layers are part of the configuration."""
+    config, tensors = load(folder)
+    if "speculators_model_type" not in config:
+        assert config["architectures"][0] in ("LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM", "PEagleDraftModel")
+        return config, tensors
+    assert config["speculators_model_type"] in ("eagle3", "peagle") and engine == "vllm"
+    assert (config["speculators_model_type"] == "peagle") == ("mask_token_id" in config)
+    kind = config["transformer_layer_config"]["model_type"]
+    assert (kind == "qwen3") == ("layers.0.self_attn.q_norm.weight" in tensors) and "norm_before_residual" in config
+    return {**DEFAULTS, **config["transformer_layer_config"], **config}, tensors
+
+
+def eagle3_layers(config: dict, num_layers: int, engine: str) -> list[int]:
+    """The hidden states that an engine gives to the head."""
+    layers = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    if engine == "vllm":
+        layers = config.get("eagle_aux_hidden_state_layer_ids") or layers
+    else:
+        layers = layers and [k + 1 for k in layers]
+    return sorted(layers or [2, num_layers // 2, num_layers - 3])
+
+
+def normed_states(tensors: dict, config: dict, g: Tensor, num_layers: int) -> Tensor:
+    """The target's states [T, F*D] by the norms before fc: of all states together, then of each."""
+    if config.get("norm_before_fc", config.get("eagle_config", {}).get("norm_before_fc")):
+        g = norm(g, tensors["input_norm.weight"], config)
+    if not (config.get("fc_norm") or config.get("use_aux_norm")):  # after the other norm, as in vLLM's source
+        return g
+    old_names = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+    states = []
+    for number, state in enumerate(g.chunk(num_layers, dim=-1)):
+        name = f"fc_norm.{number}.weight"
+        weight = tensors[name] if name in tensors else tensors[f"{old_names[number]}.weight"]
+        states.append(norm(state, weight, config))
+    return torch.cat(states, dim=-1)
+
+
+def later_layers(tensors: dict, config: dict, y: Tensor, engine: str) -> Tensor:
+    """The layers behind the first one, y [T, H]."""
+    for number in range(1, config["num_hidden_layers"]):
+        w = under(tensors, f"layers.{number}.")
+        before = w["input_layernorm.weight"]
+        if engine == "sglang" and "hidden_norm.weight" in w:  # modelopt's later layers have none
+            before = w["hidden_norm.weight"]
+        y = mlp(w, config, y + causal(w, config, norm(y, before, config), layer=number))
+    return y
 
 
 def medusa(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, engine: str = "vllm") -> Drafts:
@@ -232,9 +257,7 @@ def medusa(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
     else:
         tensors = load(folder)[1]
         assert config["model_type"] == "medusa" and config["hidden_size"] == target.embed.shape[1]
-        counts = {key: value for key, value in config.items() if "num" in key}
-        (num,) = (value for key, value in counts.items() if "heads" in key)
-        (num_blocks,) = (value for key, value in counts.items() if "layers" in key)
+        num, num_blocks = medusa_sizes(config)
     rows = config.get("truncated_vocab_size", config["vocab_size"])
     logits = []
     for i in range(depth):
@@ -244,16 +267,28 @@ def medusa(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
             name = f"blocks.{i}.layers.{j}" if f"blocks.{i}.layers.{j}.weight" in tensors else f"{i}.{j}.linear"
             bias = tensors[f"{name}.bias"] if engine == "reference" or config.get("medusa_fc_bias") else 0
             x = x + F.silu(tensors[f"{name}.weight"] @ x + bias)
-        names = (
-            ["lm_head.weight"]
-            if config.get("original_lm_head")
-            else [f"lm_heads.{i}.weight", f"{i}.{num_blocks}.weight"]
-        )
-        (head,) = (tensors[name] for name in names if name in tensors)
+        head = medusa_lm_head(tensors, config, i, num_blocks)
         assert len(head) == rows
         logits.append(head @ x)
     ids = tensors["token_map"] if rows < config["vocab_size"] else torch.arange(rows)
     return Drafts(torch.stack(logits), ids)
+
+
+def medusa_sizes(config: dict) -> tuple[int, int]:
+    """-> number of heads, number of blocks of a head, under any of their names"""
+    counts = {key: value for key, value in config.items() if "num" in key}
+    (num,) = (value for key, value in counts.items() if "heads" in key)
+    (num_blocks,) = (value for key, value in counts.items() if "layers" in key)
+    return num, num_blocks
+
+
+def medusa_lm_head(tensors: dict, config: dict, number: int, num_blocks: int) -> Tensor:
+    """The LM head [W, D] of a head, under the name of vLLM or of the reference."""
+    names = [f"lm_heads.{number}.weight", f"{number}.{num_blocks}.weight"]
+    if config.get("original_lm_head"):
+        names = ["lm_head.weight"]
+    (head,) = (tensors[name] for name in names if name in tensors)
+    return head
 
 
 def mtp(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, blank: bool = True) -> Drafts:
@@ -277,7 +312,9 @@ def mtp(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, 
 
 
 def convolved(x: Tensor, y: Tensor, w: dict, name: str, config: dict, side: int) -> Tensor:
-    """DFlash 2's convolution of x [size, H] at one side (0: the sublayer's input, 1: its output); y [size, H]: the input."""
+    """DFlash 2's convolution of x [size, H] at one side (0: the sublayer's input, 1: its output); y [size, H]: the
+    input.
+    """
     if "conv_kernel_size" not in config:
         return x
     taps, group = config["conv_kernel_size"], config["conv_group_size"]
@@ -291,7 +328,9 @@ def convolved(x: Tensor, y: Tensor, w: dict, name: str, config: dict, side: int)
 
 
 def aliased(name: str) -> str:
-    """A tensor of a block drafter under DeepSpec's name: modelopt, old SpecForge and transformers' assistants have others."""
+    """A tensor of a block drafter under DeepSpec's name: modelopt, old SpecForge and transformers' assistants have
+    others.
+    """
     name = (
         name.removeprefix("model.")
         .removeprefix("logit_head.")
@@ -303,29 +342,18 @@ def aliased(name: str) -> str:
 
 
 def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, engine: str = "vllm") -> Drafts:
-    """DFlash, DSpark, DFlash 2, LiLiCorr and Domino, raw or in a Speculators container: one pass over the newest token and masks, not causal.
+    """DFlash, DSpark, DFlash 2, LiLiCorr and Domino, raw or in a Speculators container.
 
-    SGLang: the target's embedding and LM head whatever the folder holds, all tokens, and a DSpark block of as many drafts as it says.
-
-    Sliding layers as Speculators trains them: they see the last positions before the newest token, and may be causal. (vLLM's kernels count
-    a window from each mask, so that later ones lose the oldest of these positions.)
+    One pass reads the newest token and masks, and is not causal. SGLang has the target's embedding and LM head whatever
+    the folder holds, all tokens, and a DSpark block of as many drafts as it says.
     """
-    config, tensors = load(folder)
-    if "speculators_model_type" in config:
-        assert config["transformer_layer_config"]["model_type"] == "qwen3"
-        config = {**DEFAULTS, **config["transformer_layer_config"], **config}
-        layers, mask_id = config["aux_hidden_state_layer_ids"], config["mask_token_id"]
-    else:
-        config = {**config, **config.get("dflash_config", {})}
-        layers, mask_id = [k + 1 for k in config["target_layer_ids"]], config["mask_token_id"]
-        tensors = {aliased(name): value for name, value in tensors.items()}
-        config.setdefault("sample_from_anchor", config.get("shift_label", "markov_head.markov_w1.weight" in tensors))
+    config, tensors, layers = load_block(folder)
     if engine == "sglang":
         lm_head, ids, embed = target.lm_head, torch.arange(len(target.lm_head)), target.embed
     else:
         lm_head, ids = vocabulary(tensors, config, target)
         embed = tensors.get("embed_tokens.weight", target.embed)
-    mask = embed[mask_id]
+    mask = embed[config["mask_token_id"]]
     size = config["block_size"]
     if engine == "sglang" and config.get("markov_rank"):
         size += not config["sample_from_anchor"]
@@ -340,15 +368,7 @@ def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *
         normed = norm(x, w["input_layernorm.weight"], config)
         y = convolved(normed, normed, w, "attention_conv", config, 0)
         keys = torch.cat([context, y])
-        seen = torch.ones(len(y), len(keys), dtype=torch.bool)
-        causal = config.get("is_causal", config.get("causal", False))
-        if config.get("use_swa") or config.get("layer_types", ())[number : number + 1] == ["sliding_attention"]:
-            seen[:, : max(0, slot - config.get("swa_window_size", config["sliding_window"]))] = False
-            causal = not config.get(
-                "sliding_window_non_causal", not config.get("is_causal", config.get("causal", True))
-            )
-        if causal:
-            seen[:, slot:] &= torch.ones(len(y), len(y), dtype=torch.bool).tril()
+        seen = seen_by_block(config, number, slot, len(y))
         x = x + convolved(attention(w, config, y, keys, slot, seen), normed, w, "attention_conv", config, 1)
         normed = norm(x, w["post_attention_layernorm.weight"], config)
         y = convolved(normed, normed, w, "mlp_conv", config, 0)
@@ -356,28 +376,62 @@ def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *
         x = x + convolved(y, normed, w, "mlp_conv", config, 1)
     x = norm(x, tensors["norm.weight"], config)[0 if config.get("sample_from_anchor") else 1 :][:depth]
     logits, confidence = x @ lm_head.T, None
+    before = tokens[slot : slot + depth]
     if "selector_rank" in config:
-        logits = selected(tensors, config, logits, x, tokens[slot : slot + depth])
+        logits = selected(tensors, config, logits, x, before)
     if config.get("lilicorr_enabled"):
-        logits = lilicorr(tensors, config, logits, x, context[-1], tokens[slot : slot + depth], target.embed)
+        logits = lilicorr(tensors, config, logits, x, context[-1], before, target.embed)
     if config.get("projector_type") == "domino":
-        logits = logits + domino(tensors, config, x, embed[tokens[slot : slot + depth]])
+        logits = logits + domino(tensors, config, x, embed[before])
     if config.get("markov_rank"):
-        before = tensors["markov_head.markov_w1.weight"][tokens[slot : slot + depth]]
-        logits = (
-            logits
-            + markov(under(tensors, "markov_head."), config, x, before) @ tensors["markov_head.markov_w2.weight"].T
-        )
-        if config.get("enable_confidence_head", config.get("use_confidence_head")):
-            inputs = torch.cat([x, before], dim=-1) if config.get("confidence_head_with_markov") else x
-            confidence = F.linear(inputs, tensors["confidence_head.proj.weight"], tensors["confidence_head.proj.bias"])[
-                :, 0
-            ]
+        rows = tensors["markov_head.markov_w1.weight"][before]
+        read = markov(under(tensors, "markov_head."), config, x, rows)
+        logits = logits + read @ tensors["markov_head.markov_w2.weight"].T
+        confidence = confidences(tensors, config, x, rows)
     return Drafts(logits, ids, confidence)
 
 
+def load_block(folder: Path) -> tuple[dict, dict, list[int]]:
+    """-> configuration, tensors under DeepSpec's names, hidden states that the drafter reads"""
+    config, tensors = load(folder)
+    if "speculators_model_type" in config:
+        assert config["transformer_layer_config"]["model_type"] == "qwen3"
+        config = {**DEFAULTS, **config["transformer_layer_config"], **config}
+        return config, tensors, config["aux_hidden_state_layer_ids"]
+    config = {**config, **config.get("dflash_config", {})}
+    tensors = {aliased(name): value for name, value in tensors.items()}
+    config.setdefault("sample_from_anchor", config.get("shift_label", "markov_head.markov_w1.weight" in tensors))
+    return config, tensors, [k + 1 for k in config["target_layer_ids"]]
+
+
+def seen_by_block(config: dict, number: int, slot: int, size: int) -> Tensor:
+    """[size, slot + size]: which positions a block's tokens see in a layer.
+
+    Sliding layers are as Speculators trains them: they see the last positions before the newest token, and may be
+    causal. vLLM's kernels count a window from each mask, so that later ones lose the oldest of these positions.
+    """
+    seen = torch.ones(size, slot + size, dtype=torch.bool)
+    causal = config.get("is_causal", config.get("causal", False))
+    if config.get("use_swa") or config.get("layer_types", ())[number : number + 1] == ["sliding_attention"]:
+        seen[:, : max(0, slot - config.get("swa_window_size", config["sliding_window"]))] = False
+        causal = not config.get("sliding_window_non_causal", not config.get("is_causal", config.get("causal", True)))
+    if causal:
+        seen[:, slot:] &= torch.ones(size, size, dtype=torch.bool).tril()
+    return seen
+
+
+def confidences(tensors: dict, config: dict, x: Tensor, rows: Tensor) -> Tensor | None:
+    """[K]: logits of the confidence head for states x [K, H] and the Markov head's rows [K, rank]; None without one"""
+    if not config.get("enable_confidence_head", config.get("use_confidence_head")):
+        return None
+    inputs = torch.cat([x, rows], dim=-1) if config.get("confidence_head_with_markov") else x
+    return F.linear(inputs, tensors["confidence_head.proj.weight"], tensors["confidence_head.proj.bias"])[:, 0]
+
+
 def markov(w: dict, config: dict, x: Tensor, before: Tensor) -> Tensor:
-    """What a Markov head's second matrix reads, [K, rank], of the states x [K, H] and the rows of the tokens before, [K, rank]."""
+    """What a Markov head's second matrix reads, [K, rank], of the states x [K, H] and the rows of the tokens before,
+    [K, rank].
+    """
     kind = config.get("markov_head_type", "vanilla")
     assert {name.split(".")[0] for name in w} - {"markov_w1", "markov_w2"} == {
         "vanilla": set(),
@@ -408,7 +462,9 @@ def selected(tensors: dict, config: dict, logits: Tensor, x: Tensor, before: Ten
 
 
 def domino(tensors: dict, config: dict, x: Tensor, embeddings: Tensor) -> Tensor:
-    """Domino's corrections [K, V] of the states x [K, H]; embeddings [K, H] of the tokens before. The first draft has none."""
+    """Domino's corrections [K, V] of the states x [K, H]; embeddings [K, H] of the tokens before. The first draft has
+    none.
+    """
     assert config["pure_draft_prefix_len"] == 1 and isinstance(config["shift_label"], bool)
     wide, state, corrections = config["gru_hidden_dim"], torch.zeros(config["gru_hidden_dim"], dtype=x.dtype), []
     for number, (e, h) in enumerate(zip(embeddings, x)):
@@ -424,8 +480,8 @@ def domino(tensors: dict, config: dict, x: Tensor, embeddings: Tensor) -> Tensor
 def lilicorr(
     tensors: dict, config: dict, logits: Tensor, x: Tensor, context: Tensor, before: Tensor, embed: Tensor
 ) -> Tensor:
-    """LiLiCorr's scores of the best tokens of each position behind the tokens before [K]; others have none, and behind a token that is
-    no candidate all are zero. logits [K, V], x [K, H], context [H]: the last row of the fused states"""
+    """LiLiCorr's scores of the best tokens of each position behind the tokens before [K]; others have none, and behind
+    a token that is no candidate all are zero. logits [K, V], x [K, H], context [H]: the last row of the fused states"""
     w, top = under(tensors, "lilicorr."), config["lilicorr_candidate_topk"]
     heads, num = config["lilicorr_num_heads"], config["block_size"] - 1
     assert num == len(x), "a block of another length"
@@ -452,8 +508,9 @@ def lilicorr(
             )
             features = F.layer_norm(features, (5,), w["feature_norm.weight"], w["feature_norm.bias"])
             token = linear("token_proj", embed[ids[s, k]]) if "token_proj.weight" in w else embed[ids[s, k]]
-            rows.append(token + linear("pass_hidden_proj", x[s]) + linear("feature_mlp.down_proj", F.silu(linear("feature_mlp.up_proj", features)))
-                        + w["slot_embedding"][0, 0, s, 0] + w["rank_embedding"][0, 0, 0, k])  # fmt: skip
+            row = token + linear("pass_hidden_proj", x[s])
+            row = row + linear("feature_mlp.down_proj", F.silu(linear("feature_mlp.up_proj", features)))
+            rows.append(row + w["slot_embedding"][0, 0, s, 0] + w["rank_embedding"][0, 0, 0, k])
     y = torch.stack(rows)
     slot = torch.arange(num).repeat_interleave(top)
     for number in range(config["lilicorr_num_layers"]):

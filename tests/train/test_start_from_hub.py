@@ -1,4 +1,6 @@
-"""Tests of start= of train.py: user/name on a stand-in of the Hub (tests/support/hub.py), and a head in another layout."""
+"""Tests of start= of train.py: user/name on a stand-in of the Hub (tests/support/hub.py), and a head in another
+layout.
+"""
 
 import json
 from pathlib import Path

@@ -28,7 +28,8 @@ def list_sections(choice: dict[str, Any]) -> list[Section]:
     """The sections of the page. choice: see `choice` of results.json"""
     summary = (
         f"{choice['num_answers']} answers. Costs: {choice['costs']['source']}. Intervals: 95 %, "
-        "of tau over prompts and of timed seconds. *: extrapolated beyond the rows, drafts or contexts that costs are known of."
+        "of tau over prompts and of timed seconds. *: extrapolated beyond the rows, drafts or contexts that costs "
+        "are known of."
     )
     flags = [*describe_flags(choice["flags"])]
     return [

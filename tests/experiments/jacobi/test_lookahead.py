@@ -142,7 +142,7 @@ def test_the_pool_holds_the_latest_ngrams_of_full_columns(small):
     proposer, _ = make_recorded(small, 4, 3, 2)
     largest = 0
     for row in range(len(LENGTHS)):
-        latest: dict[int, list[tuple[int, ...]]] = {}  # by first token, the latest last
+        latest: dict[int, list[tuple[int, ...]]] = {}  # {first token: guesses}, the latest last
         for (_, columns, ends, _), _, choices, (_, pools) in proposer.rounds:
             for (first, *later), end in zip(columns[row], ends[row]):
                 if later:  # a full column

@@ -1,4 +1,6 @@
-"""Checkpoints by their names on the Hugging Face Hub, against a stand-in of its HTTP interface (tests/support/hub.py)."""
+"""Checkpoints by their names on the Hugging Face Hub, against a stand-in of its HTTP interface
+(tests/support/hub.py).
+"""
 
 import json
 import time

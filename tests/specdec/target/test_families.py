@@ -1,4 +1,6 @@
-"""Every family of tests/support/families.py does what its entry says: decoding, training, replay, compiling, refusals."""
+"""Every family of tests/support/families.py does what its entry says: decoding, training, replay, compiling,
+refusals.
+"""
 
 import functools
 

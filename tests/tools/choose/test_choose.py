@@ -148,7 +148,7 @@ def test_given_answers_are_replayed(run, costs, tmp_path):
 
 
 def flags_of(target, kind, nums, cost=0.04):
-    """The lines of a head with chains of these numbers of drafts by engine. cost: of a draft, in plain rounds"""
+    """The lines of a head with chains of these numbers of drafts by engine. cost: time of a draft in plain rounds"""
     chains = [ShapeAcceptance("a", f"chain of {num}", "a", num, 1 + num**0.5, [1 + num**0.5] * 2, []) for num in nums]
     points = [CostPoint("a", rows, num, 9.0, 1 + cost * rows * num, 1.0) for rows in (1, 4, 64) for num in nums]
     run = SimpleNamespace(name="a", drafter=make_drafter(target, kind))

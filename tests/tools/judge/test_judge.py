@@ -67,7 +67,7 @@ def judge(folder, tmp_path, run_script) -> Callable[..., tuple[dict, str]]:
 class Drafting(SmallServer):
     """A stand-in for an engine of a kind: random rounds for each prompt, told as that engine tells them.
 
-    drafts: whether it drafts; per_answer, metrics: whether it has counts of drafts in answers, and in /metrics
+    drafts: whether the engine drafts; per_answer, metrics: whether it has counts of drafts in answers, and in /metrics
     spoil: called with path, body and how often this prompt was asked before; its reply takes the place of the usual one
     """
 
