@@ -116,15 +116,15 @@ def test_one_table_of_all_rivals_that_outlives_those_that_fail(run, folder, engi
     assert methods[f"llama.cpp, {name}, 2 drafts"]["tau"] > 1
     changed = methods["llama.cpp, ngram-cache"]  # its last token is another one; its rounds are not known
     assert changed["same_as_plain"] == changed["same_as_own_plain"] == 0 and "tau" not in changed
+    check_starts(engines, f"{folder.name}-draft-gguf.gguf")
 
 
-def test_engines_start_once_and_are_closed(run, folder, engines):
-    """Each file is made once, and look-ups start again before each of the two repeats."""
-    run(f"checkpoint={folder}/draft", "rivals=llamacpp,vllm")
+def check_starts(engines: list[tuple], draft: str) -> None:
+    """Each file is made once, and look-ups start again before each of the two repeats; all are closed."""
     events = {"convert": [], "start": [], "close": []}
     for event, name in engines:
         events[event].append(name)
-    assert events["convert"] == ["target.gguf", f"{folder.name}-draft-gguf.gguf"]
+    assert events["convert"] == ["target.gguf", draft]
     for kind, count in (("ngram-cache", 2), ("simple", 2), ("vllm", 3)):
         assert events["start"].count(kind) == count
     assert sorted(events["start"]) == sorted(events["close"])

@@ -1,11 +1,11 @@
 """launch_engine.py and running servers, with the real target, where `make engines` has set vLLM and llama.cpp up."""
 
 import contextlib
+import itertools
 import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +31,7 @@ from tests.engines.test_served_heads import IS_READY, PYTHON, engines
 from tests.support.commands import ROOT, child_environment, write_prompts
 from tests.support.quantised import CONFIGS, quantise
 from tests.support.targets import REAL_TARGET
+from tests.support.together import free_ports
 
 installed = pytest.mark.skipif(not IS_READY, reason="the engines are not installed: make engines")
 real = pytest.mark.skipif(not REAL_TARGET.exists(), reason="needs make setup")
@@ -87,13 +88,7 @@ def test_what_cannot_start_is_named_and_leaves_no_folder(monkeypatch, tmp_path, 
 # Servers
 
 
-def find_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_for(port: int, log: Path) -> None:
+def wait_for(port: str, log: Path) -> None:
     for _ in range(240):
         try:
             httpx.get(f"http://127.0.0.1:{port}/health").raise_for_status()
@@ -110,7 +105,7 @@ def start(command: list[str], log: Path, **variables: str) -> subprocess.Popen:
 
 
 @contextlib.contextmanager
-def running(command: list[str], port: int, log: Path, **variables: str):
+def running(command: list[str], port: str, log: Path, **variables: str):
     """A server while it is used, started from the clone's folder -> its URL"""
     server = start(command, log, **variables)
     try:
@@ -121,7 +116,7 @@ def running(command: list[str], port: int, log: Path, **variables: str):
         server.wait()
 
 
-def launch_command(port: int, *arguments: str) -> list[str]:
+def launch_command(port: str, *arguments: str) -> list[str]:
     return [sys.executable, "scripts/launch_engine.py", f"port={port}", "max_model_len=512", "more=--enforce-eager",
             *arguments]  # fmt: skip
 
@@ -129,7 +124,7 @@ def launch_command(port: int, *arguments: str) -> list[str]:
 @installed
 def test_vllm_is_the_only_holder_of_the_target_and_dies_once(tmp_path):
     """Features and validation from the engine, on the real target, with the commands of docs/engines.md."""
-    port, log = find_port(), tmp_path / "engine.log"
+    port, log = free_ports(1)[0], tmp_path / "engine.log"
 
     def end(engine: subprocess.Popen, number: int) -> None:
         listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(engine.pid)], capture_output=True, text=True).stdout
@@ -148,7 +143,7 @@ def test_vllm_is_the_only_holder_of_the_target_and_dies_once(tmp_path):
                    "validation.num_prompts=3", "validation.max_new_tokens=16"]  # fmt: skip
         run = subprocess.Popen(command, cwd=tmp_path, env=child_environment(HF_HUB_OFFLINE="1"), text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-        lines = list(iter_until(run.stdout, "step     4/"))
+        lines = list(itertools.takewhile(lambda line: not line.startswith("step     4/"), run.stdout))
         assert run.poll() is None, "".join(lines)
         end(engine, signal.SIGKILL)
         engine = start(launch_command(port), log)
@@ -159,13 +154,6 @@ def test_vllm_is_the_only_holder_of_the_target_and_dies_once(tmp_path):
         assert json.loads(report.read_text())["replayed_tau"] > 1
     finally:
         end(engine, signal.SIGTERM)
-
-
-def iter_until(lines, beginning: str):
-    for line in lines:
-        yield line
-        if line.startswith(beginning):
-            return
 
 
 LLAMA_CPP = """
@@ -186,14 +174,14 @@ time.sleep(3600)
 """
 
 
-def speculative_command(engine: str, target: str, folder: Path, port: int) -> list[str]:
+def speculative_command(engine: str, target: str, folder: Path, port: str) -> list[str]:
     """A server that drafts with the export in `folder`, three tokens a round."""
     if engine == "llamacpp":
         llamacpp.convert_to_gguf(target, str(folder / "target.gguf"))
         llamacpp.convert_to_gguf(str(folder / "export"), str(folder / "head.gguf"))
-        return [PYTHON, "-c", LLAMA_CPP, str(folder / "target.gguf"), str(port), str(folder / "head.gguf")]
+        return [PYTHON, "-c", LLAMA_CPP, str(folder / "target.gguf"), port, str(folder / "head.gguf")]
     speculative = {"method": "draft_model", "model": str(folder / "export"), "num_speculative_tokens": 3}
-    flags = {"--model": target, "--port": str(port), "--dtype": "float32", "--max-model-len": "256",
+    flags = {"--model": target, "--port": port, "--dtype": "float32", "--max-model-len": "256",
              "--gpu-memory-utilization": "0.2", "--speculative-config": json.dumps(speculative),
              "--per-request-spec-decode-metrics": "detailed"}  # fmt: skip
     words = [word for flag in flags.items() for word in flag]
@@ -215,7 +203,7 @@ def test_a_running_engine_is_judged_as_check_engines_does(engine, tmp_path, monk
     name = {"vllm": "vllm", "llamacpp": "gguf"}[engine]
     export.main([f"checkpoint={tmp_path}/head", f"format={name}", f"out={tmp_path}/export", "target.dtype=float32"])
     write_prompts(tmp_path / "prompts.jsonl", 4)
-    port = find_port()
+    port = free_ports(1)[0]
     command = speculative_command(engine, target.name, tmp_path, port)
     threads = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     with running(command, port, tmp_path / "engine.log", **threads) as url:
@@ -263,7 +251,7 @@ def answer_some(folder: Path, target: Path, url: str, *, num: int) -> list[dict]
 @installed
 @pytest.mark.parametrize("method", CONFIGS)
 def test_vllm_answers_and_reads_for_a_quantised_target(tmp_path, method):
-    folder, port = quantise(REAL_TARGET.resolve(), tmp_path / method, method), find_port()
+    folder, port = quantise(REAL_TARGET.resolve(), tmp_path / method, method), free_ports(1)[0]
     with running(launch_command(port, f"target.name={folder}"), port, tmp_path / "log") as url:
         rows = answer_some(tmp_path, folder, url, num=3)
         ends, plain = Target.load_ends(str(folder)), Target.load(str(REAL_TARGET))
@@ -283,8 +271,8 @@ def test_vllm_answers_and_reads_for_a_quantised_target(tmp_path, method):
 def test_llama_cpp_answers_from_a_quantised_file(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     llamacpp.convert_to_gguf(str(REAL_TARGET), str(tmp_path / "q8.gguf"), outtype="q8_0")
-    port = find_port()
-    with running([PYTHON, "-c", LLAMA_CPP, str(tmp_path / "q8.gguf"), str(port)], port, tmp_path / "log") as url:
+    port = free_ports(1)[0]
+    with running([PYTHON, "-c", LLAMA_CPP, str(tmp_path / "q8.gguf"), port], port, tmp_path / "log") as url:
         rows = answer_some(tmp_path, REAL_TARGET, url, num=3)
         with contextlib.closing(EngineClient(url)) as client, pytest.raises(ValueError, match="gives answers only"):
             EngineTarget(client, Target.load_ends(str(REAL_TARGET)), (2,))

@@ -22,7 +22,7 @@ from benchmarks.check_engines import Decoding
 from benchmarks.engines import facts, get_engines, llamacpp
 from benchmarks.engines.llamacpp import LlamaCpp, convert_to_gguf
 from benchmarks.engines.sglang_names import read_folder
-from benchmarks.engines.vllm import Vllm, VllmReply
+from benchmarks.engines.vllm import Vllm
 from specdec.export import block_drafter
 from specdec.export.engines import ENGINES, find_target_families
 from specdec.export.families import FAMILIES
@@ -40,8 +40,6 @@ from train.settings.hydra_text import make_search_path
 
 PYTHON = str(ROOT / "engines" / "bin" / "python")
 IS_READY = (ROOT / "engines" / "ready").is_file()
-PROMPTS = [[11, 42, 7, 300, 5], [9, 400, 401], [77, 3, 3, 250, 18, 21, 90]]
-NEW, K = 14, 3  # tokens of an answer, drafts of a round
 
 
 def engines(test):
@@ -255,111 +253,6 @@ def test_vllm_scores_candidates_as_we_do(tmp_path, head, arguments):
             close(outputs[name].double(), convolution.mix(value[None], delta, side, num + 1)[0])
 
 
-# vLLM and llama.cpp with a draft model: answers, and what is drafted
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A folder with a target and a draft model: the target with noise, so that many drafts are right and many wrong."""
-    folder = tmp_path_factory.mktemp("engines")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(REAL_TARGET)  # needed by the converter of llama.cpp
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.1, bos_token_id=1,
-        eos_token_id=2)  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    for name in ("target", "draft"):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-        with torch.no_grad():
-            for parameter in model.model.layers.parameters():
-                parameter += 0.01 * torch.randn_like(parameter)
-    return folder
-
-
-@torch.no_grad()
-def greedy(folder: Path, prompt: list[int], num: int) -> list[int]:
-    model, tokens = load_model(folder), list(prompt)
-    for _ in range(num):
-        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
-
-
-@functools.cache
-def load_model(folder: Path) -> transformers.LlamaForCausalLM:
-    return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def plain(folder) -> list[list[int]]:
-    return [greedy(folder / "target", prompt, NEW) for prompt in PROMPTS]
-
-
-def start_vllm(folder: Path, draft: str):
-    speculative = {"method": "draft_model", "model": str(folder / draft), "num_speculative_tokens": K}
-    settings = {"dtype": "float32", "max_model_len": 64, "python": PYTHON}
-    return contextlib.closing(Vllm(str(folder / "target"), speculative=speculative, **settings))
-
-
-def count_emitted(reply: VllmReply) -> list[list[int]]:
-    """Tokens [P][rounds] that each round added to the answer, including the target's own token."""
-    counts = []
-    for rounds, answer in zip(reply.rounds, reply.answers):
-        ends = [*(written for _, written in rounds), len(answer)]
-        counts.append([end - start for start, end in itertools.pairwise(ends)])
-    return counts
-
-
-@engines
-def test_vllm_with_the_target_as_its_draft_model_accepts_everything(folder, plain):
-    with start_vllm(folder, "target") as engine:
-        reply = engine.generate(PROMPTS, NEW, set())
-        alone = [engine.generate([prompt], NEW, set()) for prompt in PROMPTS]
-        stop = plain[0][5]
-        cut = engine.generate(PROMPTS[:1], NEW, {stop})
-        with pytest.raises(ValueError, match="exceed 64"):
-            engine.generate(PROMPTS, 60, set())
-    assert reply.answers == plain == [single.answers[0] for single in alone]
-    assert reply.rounds == [single.rounds[0] for single in alone]
-    for answer, rounds in zip(plain, reply.rounds):
-        assert [written for _, written in rounds] == [1, 5, 9, 13]
-        assert all(drafted == answer[written : written + K] for drafted, written in rounds[:3])
-    # The last of 14 tokens comes from a round whose drafts, after the end, were accepted too
-    assert count_emitted(reply) == [[4, 4, 4, 1]] * 3
-    length = plain[0].index(stop) + 1
-    assert cut.answers == [plain[0][:length]] and sum(count_emitted(cut)[0]) == length - 1
-
-
-@engines
-def test_vllm_records_what_a_draft_model_drafts(folder, plain):
-    with start_vllm(folder, "draft") as engine:
-        reply = engine.generate(PROMPTS, NEW, set())
-    assert reply.answers == plain and max(itertools.chain(*count_emitted(reply))) > 1
-    for prompt, answer, rounds, counts in zip(PROMPTS, plain, reply.rounds, count_emitted(reply)):
-        for (drafted, written), num in zip(rounds, counts):
-            assert drafted == greedy(folder / "draft", prompt + answer[:written], K)
-            right = next((i for i, (a, b) in enumerate(zip(drafted, answer[written:])) if a != b), K)
-            assert num == min(right + 1, len(answer) - written)
-
-
-@engines
-def test_llama_cpp_gives_plain_answers_and_counts_drafts(folder, plain, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    for name in ("target", "draft"):
-        convert_to_gguf(str(folder / name), str(folder / f"{name}.gguf"))
-    counts = {"target": [], "draft": [], None: []}
-    for draft, figures in counts.items():
-        settings = {"context": 7 + NEW, "cache": "f32", "draft": draft and str(folder / f"{draft}.gguf"), "num": K}
-        with contextlib.closing(LlamaCpp(str(folder / "target.gguf"), **settings)) as engine:
-            for prompt, answer in zip(PROMPTS, plain):
-                assert engine.generate(prompt, NEW, set()) == answer
-                figures.append((engine.counts.rounds, engine.counts.drafted, engine.counts.accepted))
-    # Four rounds emit 4, 4, 4 and 1: llama.cpp drafts nothing for the last token of an answer
-    assert counts["target"] == [(4, 9, 9)] * 3 and counts[None] == [(0, 0, 0)] * 3
-    assert all(4 < rounds < NEW for rounds, _, _ in counts["draft"])
-
-
 # Every family in every engine and format
 
 
@@ -394,6 +287,21 @@ def test_a_tiny_head_is_served_as_it_was_trained(tiny, served_case, monkeypatch,
     heads = tiny_heads.train_heads(drafter, rows, config["objective"], prompts)
     for format_name in served_case.formats:
         check_served(heads, format_name, tmp_path)
+
+
+@engines
+def test_answers_end_at_a_stop_token(tiny, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    target, prompts, rows = tiny
+    answer = rows[0].tokens[len(prompts[0]) :][:14]
+    cut = answer[: answer.index(answer[5]) + 1]
+    convert_to_gguf(target.name, str(tmp_path / "target.gguf"))
+    with contextlib.closing(LlamaCpp(str(tmp_path / "target.gguf"), context=30, cache="f32")) as engine:
+        assert engine.generate(prompts[0], 14, {cut[-1]}) == cut
+    with contextlib.closing(Vllm(target.name, speculative=None, dtype="float32", max_model_len=64)) as engine:
+        assert engine.generate(prompts[:1], 14, {cut[-1]}).answers == [cut]
+        with pytest.raises(ValueError, match="exceed 64"):
+            engine.generate(prompts, 60, set())
 
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "initializer_range": 0.15}

@@ -82,11 +82,11 @@ class Scripted(Proposer):
         return Tree(torch.cat([tree.tokens for tree in trees]), torch.cat([tree.parents for tree in trees]), None)
 
 
-def oracle(depth: int, *, wrong: int | None = None):
-    """Drafts chains of the next tokens of the text; with `wrong`, chains of that token."""
+def oracle(depth: int):
+    """Drafts chains of the next tokens of the text."""
 
     def drafts(text, position):
         known = [*text[position : position + 1 + depth], *[0] * (1 + depth)][: 1 + depth]
-        return make_chain(torch.tensor([known if wrong is None else [known[0]] + [wrong] * depth]), None)
+        return make_chain(torch.tensor([known]), None)
 
     return drafts

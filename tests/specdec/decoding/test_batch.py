@@ -1,7 +1,6 @@
 """Tests of batches whose rows come and go: each answer is the one that its prompt gets alone."""
 
 import itertools
-import random
 
 import pytest
 import torch
@@ -38,22 +37,10 @@ def seeded(number: int) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
-def answer_alone(decoder: Decoder, prompts, num: int) -> list[list[int]]:
-    """The answer of each prompt alone, with random numbers of its own."""
-    answers = []
-    for number, prompt in enumerate(prompts):
-        ((_, answer),) = decoder.answers([prompt], num, batch_size=1, generator=lambda _, n=number: seeded(n))
-        answers.append(answer.tokens[0])
-    return answers
-
-
-def answer_together(decoder: Decoder, prompts, num: int, batch_size: int) -> list[list[int]]:
-    answers = dict(decoder.answers(prompts, num, batch_size=batch_size, generator=seeded))
-    assert sorted(answers) == list(range(len(prompts)))
-    for answer in answers.values():
-        assert len(answer.tokens[0]) <= 1 + sum(count + 1 for count in answer.accepted[0])
-        assert len(answer.accepted[0]) == len(answer.drafted)
-    return [answers[number].tokens[0] for number in range(len(prompts))]
+def answer_alone(target, prompts, num: int, stop=frozenset()) -> list[list[int]]:
+    """Plain decoding's answer to each prompt alone."""
+    decoder = greedy(target, None, stop)
+    return [decoder.generate([prompt], num).tokens[0] for prompt in prompts]
 
 
 def finish(batch: Batch) -> None:
@@ -93,10 +80,14 @@ def fix_shapes() -> Runner:
 @pytest.mark.parametrize("name", ["none", "suffix", "ngram", "lookahead", "auto"])
 def test_greedy_answers_are_those_of_each_prompt_alone(small_target, name, batch_size):
     prompts = prompts_of(small_target)
-    plain = answer_alone(greedy(small_target, None, STOP), prompts, 30)
+    plain = answer_alone(small_target, prompts, 30, STOP)
     assert len({len(answer) for answer in plain}) > 3  # they end at different times
     decoder = greedy(small_target, make_proposer(small_target, name), STOP)
-    assert answer_together(decoder, prompts, 30, batch_size) == plain
+    answers = dict(decoder.answers(prompts, 30, batch_size=batch_size))
+    assert [answers[number].tokens[0] for number in range(len(prompts))] == plain
+    for answer in answers.values():
+        assert len(answer.tokens[0]) <= 1 + sum(count + 1 for count in answer.accepted[0])
+        assert len(answer.accepted[0]) == len(answer.drafted)
 
 
 @pytest.mark.parametrize(
@@ -176,11 +167,14 @@ def test_sampled_answers_are_those_of_each_prompt_alone(small_target, head, rule
     proposer = head and HeadProposer(make_drafter(small_target, head), chain_of(2))
     sampling = Sampling(1.2, top_k=4, repetition_penalty=1.1)
     decoder = Decoder(small_target, proposer, sampling=sampling, stop=STOP, rule=rule)
-    prompts = prompts_of(small_target)
-    single = answer_alone(decoder, prompts, 20)
-    assert len(set(map(tuple, single))) > 8
+    prompts, single = prompts_of(small_target), []
+    for number, prompt in enumerate(prompts):
+        ((_, answer),) = decoder.answers([prompt], 20, batch_size=1, generator=lambda _, n=number: seeded(n))
+        single.append(answer.tokens)
+    assert len(set(map(str, single))) > 8
     for batch_size in (2, 5):
-        assert answer_together(decoder, prompts, 20, batch_size) == single
+        answers = dict(decoder.answers(prompts, 20, batch_size=batch_size, generator=seeded))
+        assert [answers[number].tokens for number in range(len(prompts))] == single
 
 
 SETTINGS = [
@@ -289,28 +283,9 @@ def test_a_proposer_is_told_when_laws_of_another_kind_are_asked_for(small_target
     assert kinds[-2:] == ["sampled", "greedy"]
 
 
-def test_requests_join_a_batch_that_grows_and_shrinks(small_target):
-    """Any number of requests between rounds, into places of ended ones or beside the others."""
-    prompts, draw = prompts_of(small_target), random.Random(1)
-    plain = answer_alone(greedy(small_target, None), prompts, 16)
-    decoder = greedy(small_target, HeadProposer(make_drafter(small_target, "eagle3"), TREE))
-    for _ in range(3):
-        batch, requests, sizes = decoder.batch(), [Request(prompt, 16) for prompt in prompts], set()
-        waiting = list(requests)
-        while waiting or batch.running:
-            num = min(len(waiting), draw.choice([0, 0, 1, 1, 2, 4]) if batch.running else 1)
-            if num:
-                batch.admit(waiting[:num])
-                waiting = waiting[num:]
-            if batch.running:
-                sizes.add(len(batch.run_round().requests))
-        batch.close()
-        assert [request.tokens for request in requests] == plain and len(sizes) > 3
-
-
 def test_a_request_that_is_given_up_leaves_its_row(small_target):
     prompts = prompts_of(small_target)[:3]
-    plain = answer_alone(greedy(small_target, None), prompts, 20)
+    plain = answer_alone(small_target, prompts, 20)
     batch = greedy(small_target, None).batch()
     requests = [Request(prompt, 20) for prompt in prompts]
     batch.admit(requests)

@@ -20,9 +20,8 @@ from tests.support.decoding import (
     prompts_of,
     random_tokens,
 )
-from tests.support.drafters import HEADS, VARIANTS, make_drafter, paired
+from tests.support.drafters import VARIANTS, make_drafter, paired
 from tests.support.loops import transformers_answer
-from tests.support.targets import make_target
 
 SHAPES = [chain_of(1), chain_of(4), TreeShape(depth=3, width=3, nodes=8)]
 
@@ -31,6 +30,17 @@ SHAPES = [chain_of(1), chain_of(4), TreeShape(depth=3, width=3, nodes=8)]
 def answers(target):
     """The answers of transformers to the prompts."""
     return [transformers_answer(target, prompt, NUM_NEW) for prompt in prompts_of(target)]
+
+
+@pytest.fixture
+def prompts(target):
+    return prompts_of(target)
+
+
+@pytest.fixture
+def texts(prompts, answers):
+    """Prompt and answer of each row."""
+    return [prompt + answer for prompt, answer in zip(prompts, answers)]
 
 
 @pytest.fixture(scope="module")
@@ -65,33 +75,10 @@ def test_drafting_does_not_change_the_answers(small_drafter, small_target, small
     assert counts <= set(range(shape.depth + 1)) and {0, 1} <= counts  # some were refused and some accepted
 
 
-def test_drafting_does_not_change_the_answers_if_most_drafts_are_refused(any_drafter, target, answers):
-    decoder = greedy(target, HeadProposer(any_drafter, SHAPES[2]))
-    assert decoder.generate(prompts_of(target), NUM_NEW).tokens == answers
-
-
 # Proposers that are given the answer
 
 
-def test_all_drafts_of_an_oracle_are_accepted(target, answers):
-    prompts = prompts_of(target)
-    texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
-    num_rounds = (NUM_NEW - 1) // 5
-    generation = greedy(target, Scripted(texts, 4, oracle(4))).generate(prompts, 1 + 5 * num_rounds)
-    assert generation.tokens == [answer[: 1 + 5 * num_rounds] for answer in answers]
-    assert generation.accepted == [[4] * num_rounds] * 5  # tau = 5
-
-
-def test_no_draft_of_a_token_outside_the_answers_is_accepted(target, answers):
-    prompts = prompts_of(target)
-    junk = next(token for token in range(target.vocab_size) if not any(token in answer for answer in answers))
-    texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
-    generation = greedy(target, Scripted(texts, 4, oracle(4, wrong=junk))).generate(prompts, NUM_NEW)
-    assert generation.tokens == answers
-    assert generation.accepted == [[0] * (NUM_NEW - 1)] * 5  # tau = 1
-
-
-def test_accepted_paths_through_scattered_nodes(target, answers):
+def test_accepted_paths_through_scattered_nodes(target, answers, prompts, texts):
     """The text is at random nodes of random trees, so the kept nodes are seldom the first ones."""
     generator = torch.Generator().manual_seed(0)
     paths = set()
@@ -111,8 +98,6 @@ def test_accepted_paths_through_scattered_nodes(target, answers):
         paths.add(tuple(path))
         return Tree(torch.tensor([tokens]), torch.tensor([parents]), None)
 
-    prompts = prompts_of(target)
-    texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
     for batch in ([0], [1], [0, 1, 2], [0, 1, 2, 3, 4]):
         proposer = Scripted([texts[row] for row in batch], 9, drafts)
         generation = greedy(target, proposer).generate([prompts[row] for row in batch], NUM_NEW)
@@ -133,10 +118,8 @@ def lengths(prompts: list[list[int]], answers: list[list[int]]) -> list[int]:
     return [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers)]
 
 
-def test_stop_inside_an_accepted_run(target, answers):
+def test_stop_inside_an_accepted_run(target, answers, prompts, texts):
     """The answer ends with the stop token; the other rows go on."""
-    prompts = prompts_of(target)
-    texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
     firsts = [index for index in range(1, 15) if (index - 1) % 5 < 4 and answers[0].index(answers[0][index]) == index]
     for index in firsts:
         stop = answers[0][index]
@@ -155,9 +138,7 @@ def test_stop_as_the_first_token(target, answers):
     assert generation.tokens == [answers[0][:1]] and generation.accepted == [[]]
 
 
-def test_stream_emits_nothing_after_the_end(target, answers):
-    prompts = prompts_of(target)
-    texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
+def test_stream_emits_nothing_after_the_end(target, answers, prompts, texts):
     stop = answers[0][2]
     expected = greedy(target, None, {stop}).generate(prompts, NUM_NEW).tokens
     proposer = Scripted(texts, 4, oracle(4), ends=lengths(prompts, expected))
@@ -166,9 +147,7 @@ def test_stream_emits_nothing_after_the_end(target, answers):
     assert len(rounds) > 2 and all(emitted.tokens[0] == [] and emitted.accepted[0] == 0 for emitted in rounds[2:])
 
 
-def test_answers_end_at_the_token_budget(target, answers):
-    prompts = prompts_of(target)
-    texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
+def test_answers_end_at_the_token_budget(target, answers, prompts, texts):
     for num in range(1, 9):
         generation = greedy(target, Scripted(texts, 4, oracle(4))).generate(prompts, num)
         assert generation.tokens == [answer[:num] for answer in answers]
@@ -207,41 +186,6 @@ def test_drafts_fit_into_what_each_layer_sees(target, monkeypatch):
 
 
 # Sampling
-
-
-def exact_law(target, prompt: list[int], num: int, temperature: float) -> torch.Tensor:
-    """[V, .., V]: the distribution of the first `num` tokens"""
-    texts = list(itertools.product(range(target.vocab_size), repeat=num))
-    tokens = torch.tensor([[*prompt, *text] for text in texts])
-    distributions = (target.logits(target.read(tokens, ()).final) / temperature).softmax(-1)
-    places = torch.arange(len(prompt) - 1, tokens.shape[1] - 1)
-    probabilities = distributions[:, places].gather(2, tokens[:, places + 1, None])[..., 0].prod(1)
-    return probabilities.reshape([target.vocab_size] * num)
-
-
-TREE = TreeShape(depth=2, width=2, nodes=4)
-
-
-SAMPLED = [(None, False, "eagle"), (TREE, False, "eagle"), (chain_of(3), True, "eagle")]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("shape, reduced, head", SAMPLED + [(chain_of(2), False, head) for head in HEADS], ids=str)
-def test_sampled_text_has_the_targets_law(shape, reduced, head):
-    """The first tokens that rounds emit, over many answers: chi-square against the exact distribution."""
-    temperature, num = 1.3, 600
-    target = make_target(3, num_layers=8)
-    proposer = shape and HeadProposer(make_drafter(target, head, reduced), shape)
-    decoder = Decoder(target, proposer, sampling=Sampling(temperature), stop=set())
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.tensor(decoder.generate([[1, 2, 0]] * num, 3, generator=generator).tokens)
-    distribution = exact_law(target, [1, 2, 0], 3, temperature).flatten()
-    counts = torch.bincount(tokens @ torch.tensor([9, 3, 1]), minlength=27)
-    expected = num * distribution
-    common = expected >= 5
-    counts, expected = (torch.cat([x[common], x[~common].sum()[None]]) for x in (counts, expected))
-    statistic, freedom = float(((counts - expected) ** 2 / expected).sum()), len(counts) - 1
-    assert freedom > 7 and statistic < freedom + 4 * (2 * freedom) ** 0.5
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -8,7 +8,7 @@ from specdec.core.tree import Tree, TreeShape, make_root
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
 from tests.support.decoding import chain_of
-from tests.support.drafters import make_drafter
+from tests.support.drafters import HEADS, load_head, make_drafter
 from tests.support.enumeration import SAMPLINGS, answer_statistic, decoder_error, sampled_target, without_temperature
 
 pytestmark = pytest.mark.full
@@ -17,8 +17,16 @@ CHAIN, TREE = chain_of(2), TreeShape(depth=2, width=2, nodes=4)
 BUSH = TreeShape(depth=2, width=3, nodes=6)
 
 
+LAYERS = {"target_layers": [1, 2]}
+
+
+def layers_of(head: str) -> dict:
+    """The default layers of some heads are those of a deeper target."""
+    return LAYERS if "target_layers" in load_head(head)["drafter"] else {}
+
+
 def block(head: str, **dependence) -> dict:
-    return {"head": head, "arguments": {"target_layers": [1, 2], "dependence": dependence}}
+    return {"head": head, "arguments": {**LAYERS, "dependence": dependence}}
 
 
 PAIR = block("dflash2", kind="selector", rank=8, top=2)  # candidates, of three tokens
@@ -42,7 +50,8 @@ def decoder_of(
 CASES = {
     "chain": [("top_k", CHAIN, {}), ("top_p", CHAIN, {"reduced": True}), ("penalty", CHAIN, {}), ("all", CHAIN, {})]
     + [("warm", CHAIN, PAIR), ("top_p", CHAIN, PAIR), ("warm", CHAIN, DOMINO), ("top_k", CHAIN, RNN)]
-    + [("warm", CHAIN, LILICORR), ("warm", CHAIN, GATED)],
+    + [("warm", CHAIN, LILICORR), ("warm", CHAIN, GATED)]
+    + [("warm", CHAIN, {"head": head, "arguments": layers_of(head)}) for head in HEADS if head != "eagle"],
     "distinct": [
         ("warm", TREE, {"reduced": True}),
         ("top_k", TREE, {}),

@@ -25,6 +25,7 @@ from tests.support.drafters import make_drafter
 from tests.support.texts import repeating_texts
 
 FREE = dict.fromkeys(range(1, 10), 1.0)
+BUSY = {1: 1.0, 2: 2.3, 3: 2.9, 4: 3.1, 5: 3.3, 8: 4.0}
 STEEP = {num: float(num) for num in range(1, 10)}
 MIDDLE = {1: 1.0, 2: 1.15, 3: 1.3, 5: 1.6, 8: 2.5}
 
@@ -104,7 +105,6 @@ def test_nothing_is_drafted_where_every_node_costs_a_pass(small_target):
 
 
 # Seconds by nodes, of two threads of float32 beside a spinning process for each core (results/44-other-machines.md)
-BUSY = {1: 1.0, 2: 2.3, 3: 2.9, 4: 3.1, 5: 3.3, 8: 4.0}
 
 
 @pytest.mark.full
@@ -253,15 +253,6 @@ def test_what_drafting_takes_beside_the_pass_counts(monkeypatch, extra_seconds, 
 def test_where_looking_at_texts_takes_long_and_never_pays_it_is_done_seldom(monkeypatch, looking, lower, upper):
     _, copies, *_ = decode_by_clock(monkeypatch, accuracy=0.02, seconds=linear_seconds(1.0), looking=looking)
     assert lower <= copies.looks <= upper
-
-
-def test_a_pause_of_the_machine_is_no_cost(monkeypatch):
-    def paused(num, number):
-        return (1.0 + 0.2 * (num - 1)) * (50.0 if number % 97 == 50 else 1.0)
-
-    proposer, *_ = decode_by_clock(monkeypatch, accuracy=0.8, seconds=paused)
-    assert proposer.account.sizes[2] > 500
-    assert proposer.costs.curve(1)[2] == pytest.approx(1.2, rel=0.25)
 
 
 def test_the_default_suffix_tree_has_the_settings_of_its_configuration(small_target):

@@ -2,9 +2,7 @@
 
 import functools
 import json
-import math
 import multiprocessing
-import random
 import warnings
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ from specdec.core.files import cache_document
 from specdec.core.sampling import Sampling
 from specdec.proposers import costs as costs_module
 from specdec.proposers.auto import AutoProposer
-from specdec.proposers.costs import Correction, Costs, MeasuredCosts, describe_conditions, find_costs_file
+from specdec.proposers.costs import Costs, MeasuredCosts, describe_conditions, find_costs_file
 from specdec.proposers.suffix import make_default_suffix
 from specdec.target.verifier import Verifier
 from tests.support.decoding import greedy
@@ -88,68 +86,6 @@ def test_what_other_work_on_the_machine_made_expensive_does_not_stay_so():
     for _ in range(30):  # a size that really is expensive here is so at once when it is seen
         costs.observe(1, 2, 2.2)
     assert costs.curve(1)[2] == pytest.approx(2.2, rel=0.05)
-
-
-def test_a_size_that_seemed_cheap_is_corrected_by_its_use():
-    true = {1: 1.0, 4: 2.0, 12: 6.0}
-    costs = Costs({1: true | {12: 0.5}}, sizes=(1, 4, 12))
-    chosen = []
-    for _ in range(300):
-        curve = costs.curve(1)
-        chosen.append(min(curve, key=curve.get))
-        costs.observe(1, chosen[-1], true[chosen[-1]])
-    assert chosen[0] == 12 and chosen[200:].count(1) >= 90  # what is known fades, so it is tried again
-
-
-TRUE = {1: 1.0, 2: 1.3, 3: 1.45, 4: 1.6, 5: 1.8}  # seconds by nodes
-CHECK = 40  # rounds after which one without drafts is made
-
-
-def speed_over_best(gain: float, seed: int, *, rounds: int = 1000, load: float = 0.2, turn: int = 60) -> float:
-    """Tokens a second of choosing by corrected costs, over those of the best fixed size.
-
-    gain: probability of a first draft
-    load: deviation of the logarithm of all costs, which wanders within `turn` passes
-    """
-    generator, correction = random.Random(seed), Correction(TRUE)
-    measured_costs = {
-        num: seconds * math.exp(generator.gauss(0, 0.1)) for num, seconds in TRUE.items()
-    }  # measured wrongly
-    state, drafted, spent, emitted, recent = 0.0, 0, 0.0, 0.0, [0.0, 0.0]
-    all_tokens, all_seconds = dict.fromkeys(TRUE, 0.0), dict.fromkeys(TRUE, 0.0)
-    for _ in range(rounds):
-        state = state * (1 - 1 / turn) + generator.gauss(0, load * math.sqrt(2 / turn))
-        first = gain * math.exp(generator.gauss(0, 0.25))
-        tokens = {num: 1 + first * (1 - 0.6 ** (num - 1)) / 0.4 for num in TRUE}
-        costs = {num: measured_costs[num] * correction.factor(num) for num in TRUE}
-        rate = max(1 / costs[1], recent[0] / recent[1] if recent[1] else 0.0)
-        num = 1 if drafted >= CHECK else max(TRUE, key=lambda size: tokens[size] - rate * costs[size])
-        drafted = 0 if num == 1 else drafted + 1
-        seconds = TRUE[num] * math.exp(state + generator.gauss(0, 0.06))
-        correction.observe(num, seconds / measured_costs[num])
-        recent = [0.98 * recent[0] + tokens[num], 0.98 * recent[1] + seconds]
-        emitted, spent = emitted + tokens[num], spent + seconds
-        for size in TRUE:
-            all_tokens[size] += tokens[size]
-            all_seconds[size] += TRUE[size] * math.exp(state)
-    return emitted / spent / max(all_tokens[each] / all_seconds[each] for each in TRUE)
-
-
-@pytest.mark.parametrize("gain, least", [(0.1, 0.98), (0.3, 1.0), (0.4, 0.985), (0.6, 0.98)])
-def test_what_is_chosen_is_near_the_best_fixed_size_while_the_load_wanders(gain, least):
-    speeds = [speed_over_best(gain, seed) for seed in range(12)]
-    assert sum(speeds) / len(speeds) > least and min(speeds) > 0.93, speeds
-
-
-def test_sizes_that_are_not_seen_follow_within_a_few_passes():
-    """All passes become faster: what was last seen before is not taken for expensive."""
-    correction = Correction((1, 2))
-    for _ in range(60):
-        correction.observe(1, 1.5)
-        correction.observe(2, 1.5)
-    for _ in range(25):
-        correction.observe(2, 1.0)
-    assert correction.factor(2) < 1.05 and correction.factor(1) < 1.15
 
 
 def test_costs_are_measured_once_and_kept(small_target, cache, monkeypatch):

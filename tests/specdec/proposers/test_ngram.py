@@ -35,12 +35,6 @@ def test_the_index_drafts_what_a_naive_search_finds(low, high):
     assert num_matches > 200
 
 
-def test_a_copy_can_continue_into_its_own_drafts():
-    proposer = Ngram(None, min=1, max=4, num=8)
-    begin(proposer, [[9, 1, 2, 3, 1, 2, 3, 1]])
-    assert [token for token, _ in proposer.draft(0)] == [2, 3, 1, 2, 3, 1, 2, 3]
-
-
 def test_rewind_restores_the_state_of_the_mark():
     draw = random.Random(1)
 

@@ -4,7 +4,6 @@ import collections
 import itertools
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
 from specdec.core.answer_text import StopStrings, TextDecoder
@@ -23,10 +22,8 @@ from tests.support.decoding import (
     Scripted,
     chain_of,
     check_counters,
-    greedy,
     oracle,
     prompts_of,
-    random_tokens,
 )
 from tests.support.drafters import make_drafter
 from tests.support.loops import transformers_answer
@@ -73,10 +70,8 @@ def test_rows_of_a_batch_end_where_single_answers_end(middling, answers, propose
     """Answers end by a stop token, a text or the budget, as cut answers of transformers do."""
     whole = answers[penalty]
     texts = [prompt + answer for prompt, answer in zip(prompts_of(middling), whole)]
-    spelled = TextDecoder(lambda tokens: " ".join(map(str, tokens)))
-    letters = StopStrings((" ".join(map(str, whole[1][5:9])),), spelled)
     ends = set()
-    for stop, strings in itertools.product((set(), {whole[0][6]}), (None, letters)):
+    for stop, strings in itertools.product((set(), {whole[0][6]}), (None, spell(whole[1][5:9]), spell(whole[1][:1]))):
         expected = [cut(answer, stop, strings) for answer in whole]
         ends |= set(map(len, expected))
         lengths = [len(text) - NUM_NEW + len(answer) for text, answer in zip(texts, expected)]
@@ -88,7 +83,13 @@ def test_rows_of_a_batch_end_where_single_answers_end(middling, answers, propose
             assert generation.tokens == expected[:num]
             check_counters(generation)
             assert proposer is None or stop or strings or max(generation.accepted[0]) == 4
-    assert len(ends) > 3 and max(ends) == NUM_NEW
+    assert len(ends) > 3 and min(ends) == 1 and max(ends) == NUM_NEW
+
+
+def spell(tokens: list[int]) -> StopStrings:
+    """The text of the tokens ends an answer; each one is spelled as its number."""
+    spelled = TextDecoder(lambda tokens: " ".join(map(str, tokens)))
+    return StopStrings((spelled.decode(tokens),), spelled)
 
 
 def cut(answer: list[int], stop, strings: StopStrings | None) -> list[int]:
@@ -105,79 +106,6 @@ def test_a_penalty_changes_the_answers(answers):
 
 
 # Texts that end an answer
-
-
-def decoder_of_bytes(texts: dict[int, bytes]) -> TextDecoder:
-    """The given tokens are their bytes, and every other token is a full stop."""
-
-    def decode(tokens: list[int]) -> str:
-        return b"".join(texts.get(token, b".") for token in tokens).decode("utf-8", errors="replace")
-
-    return TextDecoder(decode)
-
-
-@pytest.fixture(scope="module")
-def story(target):
-    """A prompt and its answer, which has runs of tokens that occur once."""
-    prompt = prompts_of(target)[0]
-    return prompt, greedy(target, None).generate([prompt], NUM_NEW).tokens[0]
-
-
-@pytest.mark.parametrize("text", ["stop", "\N{GRINNING FACE}", "a\u00e9b", "st"])
-def test_answers_end_at_texts_that_span_tokens_and_rounds(target, story, text):
-    """The text starts at every place of a round of five tokens.
-
-    A token holds one byte or more, so a character can span four tokens.
-    """
-    prompt, answer = story
-    ends = set()
-    for start in range(8):
-        tokens = answer[start : start + min(4, len(text.encode()))]
-        if len(set(tokens)) < len(tokens):
-            continue
-        spelling = [text.encode()[i : i + 1] for i in range(len(tokens))]
-        spelling[-1] = text.encode()[len(tokens) - 1 :] + b"more"
-        decoder = decoder_of_bytes(dict(zip(tokens, spelling)))
-        strings = StopStrings((text, "never"), decoder)
-        expected = cut(answer, set(), strings)
-        assert text in decoder.decode(expected) and text not in decoder.decode(expected[:-1])
-        ends.add(len(expected))
-        for proposer in (None, Scripted([prompt + answer], 4, oracle(4))):
-            decoder = Decoder(target, proposer, sampling=Sampling(), stop=set(), stop_strings=strings)
-            assert decoder.generate([prompt], NUM_NEW).tokens == [expected]
-    assert len(ends) > 3
-
-
-def test_an_answer_ends_if_its_first_token_completes_a_text(target, story):
-    prompt, answer = story
-    strings = StopStrings(("x",), decoder_of_bytes({answer[0]: b"-x-"}))
-    for way in ("plain", "chain"):
-        generation = decoder_of(target, way, strings=strings).generate([prompt], NUM_NEW)
-        assert generation.tokens == [answer[:1]] and generation.accepted == [[]]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_ends_equal_those_found_in_the_whole_text(seed):
-    """Random bytes arrive in runs: decoding only a window of the text finds the end that the whole text has."""
-    symbols = [b"a", b"b", b"ab", "\u00e9".encode(), *(bytes([byte]) for byte in "\N{GRINNING FACE}".encode())]
-    decoder = decoder_of_bytes(dict(enumerate(symbols)))
-    generator = torch.Generator().manual_seed(seed)
-    tokens = random_tokens(seed, 400, len(symbols))
-    for at in range(50, 400, 50):
-        tokens[at : at + 4] = [4, 5, 6, 7]
-    ends = []
-    for strings in (("\N{GRINNING FACE}",), ("abab\u00e9",), ("ba\u00e9ab", "bbbbb")):
-        rule, written, new = StopStrings(strings, decoder), 0, 0
-        while written < len(tokens):
-            new = 1 + int(torch.randint(6, (), generator=generator))
-            end = rule.end(tokens[:written], tokens[written : written + new])
-            if end is not None:
-                break
-            written += new
-        kept = tokens if end is None else tokens[: written + end]
-        assert kept == cut(tokens, set(), rule)
-        ends.append(end)
-    assert ends[0] is not None
 
 
 # Trees of fixed shape
