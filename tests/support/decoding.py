@@ -40,6 +40,11 @@ def random_tree(generator: torch.Generator, num_nodes: int, vocab_size: int) -> 
     return Tree(torch.tensor([tokens]), torch.tensor([parents]), None)
 
 
+def random_trees(generator: torch.Generator, num_rows: int, num_nodes: int, vocab_size: int) -> Tree:
+    trees = [random_tree(generator, num_nodes, vocab_size) for _ in range(num_rows)]
+    return Tree(torch.cat([tree.tokens for tree in trees]), torch.cat([tree.parents for tree in trees]), None)
+
+
 def greedy(target, proposer, stop=frozenset()) -> Decoder:
     return Decoder(target, proposer, sampling=Sampling(0.0), stop=set(stop))
 

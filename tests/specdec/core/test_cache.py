@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.core.cache import RowCache, UnrollCache
+from specdec.core.cache import RowCache
 
 
 def fill_cache(batch: int = 4, num: int = 5) -> RowCache:
@@ -33,11 +33,3 @@ def test_rows_stay_in_any_order_and_several_times(rows):
     cache.select(rows)
     assert cache.entry_tensor.equal(expected)
     assert cache.lengths.tolist() == cache.host_lengths == [5 - row for row in rows]
-
-
-def test_later_steps_know_their_slots_among_those_of_every_earlier_step():
-    cache, slots = UnrollCache(), [torch.arange(6)[None], torch.tensor([[1, 3, 4]]), torch.tensor([[0, 2]])]
-    for d, kept_slots in enumerate([None, slots[1], slots[2], None], start=1):
-        cache.at_step(d, kept_slots)
-    indices = cache.slot_indices[4]
-    assert indices[3] is None and indices[2].tolist() == [[0, 2]] and indices[1].tolist() == [[1, 4]]

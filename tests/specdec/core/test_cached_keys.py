@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from specdec.core import cache, cached_keys, fast, masks, rules
 from specdec.core.cached_keys import attend_cached, find_cached_keys
 from specdec.core.compile import Graph, Runner
 from specdec.core.sampling import Sampling
-from specdec.core.tree import Tree
+from specdec.core.tree import make_chain
 from specdec.decoding.batch import Request
 from specdec.target.verifier import Verifier
 from tests.support.compiled import CHAIN, TREE, decoder_of, prompts_of, schedule_as_on_a_gpu
+from tests.support.decoding import random_trees
 from tests.support.drafters import make_drafter
 from tests.support.families import FAMILIES
 from tests.support.targets import make_target
@@ -19,15 +19,6 @@ from tests.target_table import make_family_target
 
 # Families whose attention takes a mask apart, caps its scores, or has other numbers of heads than configured
 CANNOT = {"nemotron", "stablelm", "gemma2", "vaultgemma", "doge", "falcon", "jetmoe"}
-
-
-def random_tree(rows: int, num: int, *, linear: bool) -> Tree:
-    tokens = torch.randint(0, 50, (rows, num))
-    parents = torch.arange(-1, num - 1).expand(rows, -1)
-    if not linear:
-        parents = (torch.rand(rows, num) * torch.arange(num)).long()
-        parents[:, 0] = -1
-    return Tree(tokens, parents, None, linear=linear)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -39,7 +30,9 @@ def test_joined_parts_against_a_mask(seed, window, monkeypatch):
     rows, groups, heads, capacity = int(torch.randint(1, 4, ())), int(torch.randint(1, 3, ())), 4, 24
     num = int(torch.randint(1, 6, ()))
     lengths = torch.randint(0, capacity - num, (rows,))
-    ancestors = random_tree(rows, num, linear=seed % 2 == 0).ancestors()
+    tree = random_trees(torch.default_generator, rows, num, 50)
+    tree = make_chain(tree.tokens, None) if seed % 2 == 0 else tree
+    ancestors = tree.ancestors()
     queries = int(torch.randint(1, num + 1, ())) if window is None else num  # the last level only
     seen = masks.pending_mask(ancestors, lengths, capacity)[:, :, -queries:]
     if window is not None:
@@ -51,16 +44,14 @@ def test_joined_parts_against_a_mask(seed, window, monkeypatch):
     key, value = torch.randn(2, rows, groups, capacity, 8, dtype=torch.float64)
     cached = find_cached_keys(ancestors[:, -queries:], lengths, capacity=capacity, heads=(heads, groups), window=window)
     assert cached.table[2, :-1].sum() <= groups * (lengths.sum() + rows)  # keys that are read
-    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
-    out = attend_cached(query, key, value, cached, scale=8**-0.5)
-    torch.testing.assert_close(out, expected, atol=1e-10, rtol=0)
-    sinks = torch.randn(heads, dtype=torch.float64)
     scores = 8**-0.5 * query @ key.repeat_interleave(heads // groups, 1).mT
     scores = scores.masked_fill(~seen, -torch.inf)
-    weights = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(rows, -1, queries, 1)], -1).softmax(-1)[..., :-1]
-    expected = weights @ value.repeat_interleave(heads // groups, 1)
-    out = attend_cached(query, key, value, cached, scale=8**-0.5, sinks=sinks)
-    torch.testing.assert_close(out, expected, atol=1e-10, rtol=0)
+    for sinks in (None, torch.randn(heads, dtype=torch.float64)):
+        column = torch.full((heads,), -torch.inf) if sinks is None else sinks
+        column = column.view(1, -1, 1, 1).expand(rows, -1, queries, 1)
+        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+        out = attend_cached(query, key, value, cached, scale=8**-0.5, sinks=sinks)
+        torch.testing.assert_close(out, weights @ value.repeat_interleave(heads // groups, 1), atol=1e-10, rtol=0)
 
 
 def test_the_proof_of_the_path_runs_here():
@@ -119,7 +110,7 @@ def test_passes_of_families_against_a_mask(family):
         assert str(family) in CANNOT or must_mask(target)
         return
     torch.manual_seed(0)
-    tree = random_tree(2, 4, linear=False)
+    tree = random_trees(torch.default_generator, 2, 4, 50)
     text = torch.randint(0, target.vocab_size, (2, 9), device=target.device)
     for reads in (False, True):
         target.__dict__["reads_length"] = reads

@@ -114,12 +114,8 @@ def test_sampled_trees_that_grow_wider_than_their_width(shallow, traced):
             if proposer is roomy:
                 proposer.cache.make_room(400)
             for first, last in ((1, num), (num, num + 5)):
-                proposer.commit(
-                    tokens[:, first:last],
-                    features[:, first - 1 : last - 1],
-                    torch.tensor([last - first]),
-                    [last - first],
-                )
+                count, states = last - first, features[:, first - 1 : last - 1]
+                proposer.commit(tokens[:, first:last], states, torch.tensor([count]), [count])
                 tree = proposer.propose(Sampling(1.0), torch.Generator().manual_seed(0))
             trees.append(tree)
         for tree in trees[:2]:
@@ -196,14 +192,13 @@ def test_no_weight_is_in_a_batched_product(shallow, traced, graphs, head, argume
         assert not source.name.startswith("captured"), product
 
 
-def tiny(kind=Qwen2ForCausalLM, num_layers: int = 3) -> Target:
+def tiny(num_layers: int = 3) -> Target:
     """A small target in float32, with biases and tied embeddings."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"vocab_size": 19, "num_hidden_layers": num_layers, "max_position_embeddings": 512}
     options = {"tie_word_embeddings": True, "attn_implementation": attention.IMPLEMENTATION, "initializer_range": 0.4}
-    config = Qwen2Config(**sizes, **options, bos_token_id=None, eos_token_id=None)
-    model = kind(config)
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **options, bos_token_id=None, eos_token_id=None))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter)
@@ -234,16 +229,6 @@ def check_close(values, references) -> None:
 
 
 @torch.inference_mode()
-def test_packed_layers_give_the_same_values(traced, graphs):
-    """In float32, q, k and v are one product, and gate and up are another."""
-    target, runner = tiny(), Runner(True)
-    for num in (3, 1):
-        check_close(read(target, runner, num), read(target, Runner(), num))
-    assert [sorted(map(len, graph.weight_indices)) for graph in graphs] == 2 * [[], [1, 1, 2, 3], []]
-    assert len(runner.packed) == 4 * target.num_layers  # once for all shapes
-
-
-@torch.inference_mode()
 def test_decoding_with_inductor_equals_uncompiled_decoding(graphs, compiler):
     """Runs Inductor in float32: C++, oneDNN's packed weights, in-place changes of the caches."""
     target = tiny()
@@ -255,7 +240,7 @@ def test_decoding_with_inductor_equals_uncompiled_decoding(graphs, compiler):
     assert generation.compile_seconds > generation.seconds and reference.compile_seconds == 0
     assert len(graphs) == 6 and any(len(places) == 3 for graph in graphs for places in graph.weight_indices)
     check_close(read(target, compiled.runner, 2), read(target, Runner(), 2))
-    assert len(graphs) == 6
+    assert len(graphs) == 6 and len(compiled.runner.packed) >= 4 * target.num_layers
     check_same(compiled, plain, prompts_of(target, 5), 14)
 
 
@@ -272,9 +257,8 @@ def test_a_model_that_does_more_than_its_layers_is_refused(traced, monkeypatch):
     runner = Runner(None)
     runner.compile, runner.undecided = True, False  # as if this had been measured to be faster
     with pytest.warns(UserWarning, match="without compiling: tiny does more than its layers") as told:
-        assert (
-            decoder_of(target, compiled=None, runner=runner).generate(prompts_of(target, 0), 4).tokens == plain.tokens
-        )
+        found = decoder_of(target, compiled=None, runner=runner).generate(prompts_of(target, 0), 4)
+    assert found.tokens == plain.tokens
     assert len(told) == 1 and not runner.compile
 
 
@@ -302,18 +286,6 @@ def test_layers_that_give_other_values_compiled_are_refused(traced, monkeypatch)
         read(target, Runner(True))
 
 
-class Wider(nn.Linear):
-    """A linear layer with an additional shift."""
-
-    def __init__(self, like: nn.Linear):
-        super().__init__(like.in_features, like.out_features, bias=False)
-        self.weight = like.weight
-        self.shift = nn.Parameter(torch.full((like.out_features,), 3.0))
-
-    def forward(self, x):
-        return super().forward(x) + self.shift
-
-
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("change", ["activation", "parameter", "width"])
 def test_layers_that_differ_in_more_than_weights_are_refused(traced, layer, change):
@@ -322,7 +294,7 @@ def test_layers_that_differ_in_more_than_weights_are_refused(traced, layer, chan
     if change == "activation":
         mlp.act_fn = nn.Tanh()
     elif change == "parameter":
-        mlp.up_proj = Wider(mlp.up_proj)
+        mlp.up_proj.bias = nn.Parameter(torch.full((48,), 3.0))
     else:
         mlp.up_proj, mlp.gate_proj = nn.Linear(32, 40), nn.Linear(32, 40)
         mlp.down_proj = nn.Linear(40, 32)

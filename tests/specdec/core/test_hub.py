@@ -1,6 +1,4 @@
-"""Checkpoints by their names on the Hugging Face Hub, against a stand-in of its HTTP interface
-(tests/support/hub.py).
-"""
+"""Checkpoints by their names on the Hugging Face Hub, against a stand-in of its interface (tests/support/hub.py)."""
 
 import json
 import time
@@ -96,15 +94,6 @@ def test_one_commit_replaces_all_files(hub, target, pushed, tmp_path):
     assert len(repository.commits) == 4  # the empty one, and one for each push
     last = repository.commits[repository.refs["main"]]
     assert set(last) == {".gitattributes", "README.md", "drafter.json", "drafter.safetensors", files.CHECKSUMS}
-
-
-def test_nothing_but_a_checkpoint_is_downloaded(hub, target, pushed, tmp_path):
-    others = ("run.py", "drafter.bin", "sub/drafter.json", "report.html")
-    contents = {"drafter.safetensors": b"0", "drafter.json": b"{}", **dict.fromkeys(others, b"1")}
-    names.push_files(NAME, {**contents, "README.md": CARD}, message="More")
-    folder = checkpoint.resolve(NAME)
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*.*")}
-    assert {"drafter.json", "drafter.safetensors"} <= found <= {*names.FILES}
 
 
 def test_a_published_head_is_downloaded_without_the_rest_of_its_repository(hub, target, tmp_path):

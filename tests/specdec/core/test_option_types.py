@@ -69,15 +69,10 @@ def read(name: str, value: Any) -> Run:
 
 
 REFUSED = [
-    ("group.steps", 0, "a whole number of 1 or more, or auto"),
-    ("group.steps", True, "a whole number of 1 or more, or auto"),
     ("group.steps", 1.0, "a whole number of 1 or more, or auto"),
     ("group.steps", 2**53 + 1, "a whole number from 1 to 9007199254740992, or auto"),
     ("group.hours", -1, "a number above 0, or auto, or null"),
     ("group.hours", 10**400, "a number above 0 and at most 1e+30, or auto, or null"),
-    ("group.batch", "x", "a whole number from 1 to 65536, or auto"),
-    ("group.clip", float("inf"), "a number from 0 to 1e+30"),
-    ("group.clip", float("nan"), "a number of 0 or more"),
     ("group.ema", 1, "a number above 0 and below 1, or null"),
     ("group.betas", [0.9], "a list of 2, each a number of at least 0 and below 1"),
     ("group.betas", [0.9, 1], "a list of 2, each a number of at least 0 and below 1"),
@@ -87,7 +82,6 @@ REFUSED = [
     ("run", "", "a text that is not empty"),
     ("resume", "yes", "one of true, false, auto"),
     ("device", "tpu", "one of cpu, cuda, null"),
-    ("plan", "yes", "true or false"),
     ("pack", 1, "true or false, or null"),
     ("sources", [], "a text that is not empty, or a list of one or more of these, or sources with their weights, "
      "such as {a.jsonl: 2, b.jsonl: 0.5}"),

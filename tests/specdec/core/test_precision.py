@@ -4,19 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from specdec.core import precision
 from specdec.target.model import Target
-from tests.support.commands import ROOT
 from tests.support.targets import save_target
+from tests.train.composing import compose_options
 from train.prepare import build
 from train.settings.decide import decide_precision
-from train.settings.hydra_text import make_search_path
-from train.settings.options import RunOptions, read_run
+from train.settings.options import RunOptions
 
 
 def tell(monkeypatch, *, onednn=True, avx512=False, amx=False, machine="x86_64", limit=None):
@@ -62,20 +59,9 @@ def test_targets_are_loaded_in_what_the_device_computes_in(monkeypatch, tmp_path
     name = save_target(tmp_path).name
     assert Target.load(name).dtype == Target.load_ends(name).dtype == dtype
     assert Target.load(name, dtype="float64").dtype == torch.float64
-
-
-def test_a_dtype_that_does_not_exist_is_refused(tmp_path):
-    name = save_target(tmp_path).name
     for load in (Target.load, Target.load_ends):
         with pytest.raises(ValueError, match="dtype=half must be auto, or one of bfloat16"):
             load(name, dtype="half")
-
-
-def settings(*options: str) -> RunOptions:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return read_run(
-            OmegaConf.to_container(compose("train", overrides=["run=some", *options, make_search_path()]), resolve=True)
-        )
 
 
 def decide_here(options: RunOptions) -> list[str]:
@@ -85,16 +71,16 @@ def decide_here(options: RunOptions) -> list[str]:
 
 def test_a_run_takes_what_the_device_computes_in_unless_told(monkeypatch):
     tell(monkeypatch, onednn=False)
-    assert decide_here(settings()) == ["fp32", "float32"]
-    assert decide_here(settings("precision=bf16")) == ["bf16", "float32"]
-    assert decide_here(settings("precision=bf16", "target.dtype=float64")) == ["bf16", "float64"]
+    assert decide_here(compose_options()) == ["fp32", "float32"]
+    assert decide_here(compose_options("precision=bf16")) == ["bf16", "float32"]
+    assert decide_here(compose_options("precision=bf16", "target.dtype=float64")) == ["bf16", "float64"]
 
 
 def test_a_resumed_run_keeps_its_precision_on_another_machine(monkeypatch, tmp_path):
     (tmp_path / "config.yaml").write_text("precision: bf16\ntarget: {dtype: bfloat16}\n")
     tell(monkeypatch, onednn=False)
     for resume, kept in (("true", True), ("auto", True), ("false", False)):
-        options = build.fill_from_first_launch(settings(f"resume={resume}"), tmp_path)
+        options = build.fill_from_first_launch(compose_options(f"resume={resume}"), tmp_path)
         assert decide_here(options) == (["bf16", "bfloat16"] if kept else ["fp32", "float32"])
 
 
@@ -124,7 +110,7 @@ def test_both_ways_give_the_same(faster, shape, bias):
     assert faster == ([(rows, 512, 512)] if 2 <= rows <= 4 else [])  # the small matrix is left alone
 
 
-def test_gradients_other_dtypes_and_traces_keep_the_usual_product(faster):
+def test_gradients_other_dtypes_traces_and_several_processes_keep_the_usual_product(faster, monkeypatch):
     layer = nn.Linear(512, 512)
     precision.prepare_few_rows(layer)
     layer(torch.randn(3, 512, requires_grad=True)).sum().backward()
@@ -132,15 +118,10 @@ def test_gradients_other_dtypes_and_traces_keep_the_usual_product(faster):
         precision.multiply_few_rows(torch.randn(3, 512).double(), layer.weight.double())
         precision.multiply_few_rows(torch.randn(3, 512).bfloat16(), layer.weight.bfloat16())
         graph = make_fx(lambda x: precision.multiply_few_rows(x, layer.weight.detach()))(torch.randn(3, 512)).graph
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)  # those of one run multiply alike
+        precision.multiply_few_rows(torch.randn(3, 512), layer.weight)
     assert faster == []
     assert not any("mm" in str(node.target) and node.args[0].op == "get_attr" for node in graph.nodes)
-
-
-def test_processes_of_one_run_multiply_alike(faster, monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with torch.no_grad():
-        precision.multiply_few_rows(torch.randn(3, 512), torch.randn(512, 512))
-    assert faster == []
 
 
 def test_what_is_faster_is_measured():

@@ -8,7 +8,7 @@ import torch
 from specdec.core import rules
 from specdec.core.sampling import Sampling, mark_seen
 from specdec.core.tree import Tree, make_chain, make_tree
-from tests.support.decoding import random_tree
+from tests.support.decoding import random_trees
 from tests.support.enumeration import (
     BUSH_PARENTS,
     DEPTH,
@@ -135,11 +135,6 @@ def test_expected_drafts_of_a_small_example(rule, figure):
     outcomes = rule_outcomes(rule, tree, at_nodes(tree, collections.defaultdict(lambda: p)))
     drafted_tokens = sum(weights[row] * weight * (len(emitted) - 1) for row, weight, emitted in outcomes)
     assert drafted_tokens == pytest.approx(figure, abs=1e-12)
-
-
-def random_trees(generator, num_rows: int, num_nodes: int, vocab_size: int) -> Tree:
-    trees = [random_tree(generator, num_nodes, vocab_size) for _ in range(num_rows)]
-    return Tree(torch.cat([tree.tokens for tree in trees]), torch.cat([tree.parents for tree in trees]), None)
 
 
 def random_probs(generator, *shape: int) -> torch.Tensor:

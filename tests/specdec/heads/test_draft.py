@@ -7,14 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
 
 from specdec import checkpoint
-from specdec.core.sampling import Sampling
-from specdec.decoding.decoder import Decoder
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle
 from specdec.proposers.heads import HeadProposer
 from specdec.target import attention
 from specdec.target.model import Target
-from tests.support.decoding import chain_of, random_tokens
+from tests.support.decoding import chain_of, greedy, random_tokens
 from tests.support.drafters import disturb, text_logits
 from tests.support.exports import export, make_form
 from tests.support.families import find_family, make
@@ -40,8 +38,9 @@ def saved_target(request, tmp_path_factory) -> Target:
 def test_a_draft_with_all_layers_equals_the_target(target):
     draft = Draft(target, copy_layers=list(range(target.num_layers))).double().eval()
     assert torch.equal(text_logits(draft, TEXT), target.logits(target.read(TEXT, ()).final))
-    decoder = Decoder(target, HeadProposer(draft, chain_of(3)), sampling=Sampling(0.0), stop=set())
-    generation = decoder.generate([random_tokens(1, 5, V), random_tokens(2, 3, V)], 17)
+    generation = greedy(target, HeadProposer(draft, chain_of(3))).generate(
+        [random_tokens(1, 5, V), random_tokens(2, 3, V)], 17
+    )
     assert generation.accepted == [[3] * 4] * 2  # tau = 4
 
 
@@ -140,10 +139,8 @@ def test_a_checkpoint_needs_no_other_folder_and_its_export_is_one_that_generate_
     with torch.no_grad():
         logits = assistant(TEXT).logits
     torch.testing.assert_close(logits[..., VOCAB], text_logits(loaded, TEXT), atol=1e-5, rtol=1e-5)
-    model, settings = (
-        AutoModelForCausalLM.from_pretrained(saved_target.name),
-        {"max_new_tokens": 20, "do_sample": False},
-    )
+    model = AutoModelForCausalLM.from_pretrained(saved_target.name)
+    settings = {"max_new_tokens": 20, "do_sample": False}
     assisted = model.generate(TEXT, assistant_model=assistant, **settings)
     assert torch.equal(assisted, model.generate(TEXT, **settings))
     with pytest.raises(ValueError, match="exists"):

@@ -46,6 +46,14 @@ def unroll_row(drafter, tokens, features, *, goals=None, documents=None, positio
     return unroll(drafter, tokens[None], features[None], plan)
 
 
+def begin(drafter, shape: TreeShape, tokens, features, num) -> HeadProposer:
+    """A proposer that has read prompts of num [B] tokens, and each one's next token."""
+    proposer = HeadProposer(drafter, shape)
+    proposer.begin(tokens[:, :-1], num)
+    proposer.commit(tokens[:, 1:], features, num, num.tolist())
+    return proposer
+
+
 def select_goals(unrolled, values, d: int, goals: list[int]):
     """Values of step d [M, .] and whether they exist [M], for goals of row 0; the first value for missing ones."""
     step, goal_list = unrolled.plan.steps[d - 1], unrolled.plan.goals[:, 1].tolist()
@@ -56,21 +64,6 @@ def select_goals(unrolled, values, d: int, goals: list[int]):
 
 
 SLOTS = [(1, ()), (2, (1,)), (4, ()), (7, (4, 6)), (6, (2, 3))]  # (slot, newest slots of earlier rounds)
-
-
-@pytest.mark.parametrize("slot", [slot for slot, _ in SLOTS])
-def test_unroll_against_the_slot_rule(any_drafter, text, slot):
-    """The training loop against `follow`, an independent loop; the next test checks the decoding loop."""
-    depth = find_depth(any_drafter)
-    unrolled = unroll_row(any_drafter, *text)
-    states, logits = follow(any_drafter, *text, slot, depth)
-    for d in range(1, depth + 1):
-        readout, exists = select_goals(unrolled, unrolled.readouts, d, [slot + d])
-        state, _ = select_goals(unrolled, unrolled.states, d, [slot + d])
-        assert exists.all()
-        torch.testing.assert_close(any_drafter.logits(d, readout)[0], logits[d - 1], atol=1e-10, rtol=0)
-        if any_drafter.context_kind != "block":
-            torch.testing.assert_close(state[0], states[d - 1], atol=1e-10, rtol=0)
 
 
 def test_another_draft_vocabulary_changes_no_other_logit(any_drafter, text, request):
@@ -101,8 +94,8 @@ def test_another_draft_vocabulary_changes_no_other_logit(any_drafter, text, requ
 
 
 @pytest.mark.parametrize("slot, earlier_slots", SLOTS)
-def test_decoding_against_the_slot_rule_and_the_unroll(any_drafter, text, slot, earlier_slots):
-    """Compares the distributions of sampled drafts, after earlier rounds with other drafts."""
+def test_decoding_and_unroll_against_the_slot_rule(any_drafter, text, slot, earlier_slots):
+    """Distributions of sampled drafts, after earlier rounds with other drafts, and the unroll, against `follow`."""
     depth, temperature, generator = find_depth(any_drafter), 0.6, torch.Generator().manual_seed(0)
     tokens, features = text
     proposer, first = HeadProposer(any_drafter, chain_of(depth)), 0
@@ -114,38 +107,51 @@ def test_decoding_against_the_slot_rule_and_the_unroll(any_drafter, text, slot, 
         first = last
     path = torch.cat([tokens[: slot + 1], tree.tokens[0, 1:]])
     unrolled = unroll_row(any_drafter, path, features[: len(path)])
-    _, logits = follow(any_drafter, path, features, slot, depth)
+    states, logits = follow(any_drafter, path, features, slot, depth)
     for d in range(1, depth + 1):
-        readout, _ = select_goals(unrolled, unrolled.readouts, d, [slot + d])
+        readout, exists = select_goals(unrolled, unrolled.readouts, d, [slot + d])
+        state, _ = select_goals(unrolled, unrolled.states, d, [slot + d])
+        assert exists.all()
+        if any_drafter.context_kind != "block":
+            torch.testing.assert_close(state[0], states[d - 1], atol=1e-10, rtol=0)
         for logits_of_step in (logits[d - 1], any_drafter.logits(d, readout)[0]):
             distribution = torch.zeros(any_drafter.target.vocab_size, dtype=torch.float64)
-            distribution[any_drafter.to_target(torch.arange(any_drafter.vocab_size))] = (
-                logits_of_step / temperature
-            ).softmax(-1)
+            law = (logits_of_step / temperature).softmax(-1)
+            distribution[any_drafter.to_target(torch.arange(any_drafter.vocab_size))] = law
             torch.testing.assert_close(tree.probs[0, d], distribution, atol=1e-10, rtol=0)
 
 
-@paired("any_drafter, shape", VARIANTS, [chain_of(5), TreeShape(depth=4, width=3, nodes=30)])
+SHAPES = [chain_of(5), *(TreeShape(*sizes) for sizes in ((4, 3, 30), (4, 2, 30), (1, 3, 2), (3, 90, 12)))]
+
+
+@paired("any_drafter, shape", VARIANTS, SHAPES)
 def test_drafts_are_the_best_of_each_step(any_drafter, text, shape):
-    """The children of a node are the most likely tokens of the step along its own path, the most likely first."""
+    """The children of a node are the most likely tokens of the step along its own path, the most likely first.
+
+    No child that is left out has a larger joint probability than a node of the tree.
+    """
     slot = 6
     tokens, features = text[0][: slot + 1], text[1][:slot]
     shape = dataclasses.replace(shape, depth=min(shape.depth, find_depth(any_drafter)))
-    proposer = HeadProposer(any_drafter, shape)
-    proposer.begin(tokens[None, :slot], torch.tensor([slot]))
-    proposer.commit(tokens[None, 1:], features[None], torch.tensor([slot]), [slot])
-    tree = proposer.propose(Sampling(), None)
+    tree = begin(any_drafter, shape, tokens[None], features[None], torch.tensor([slot])).propose(Sampling(), None)
+    assert tree.probs is None and 1 < tree.tokens.shape[1] <= 1 + shape.nodes
     paths, drafts, parents = [tokens], tree.tokens[0].tolist(), tree.parents[0].tolist()
     for node in range(1, len(drafts)):
         paths.append(torch.cat([paths[parents[node]], tree.tokens[0, node : node + 1]]))
-    for node, path in enumerate(paths):
-        children = [drafts[child] for child in range(1, len(drafts)) if parents[child] == node]
-        if children:
-            _, logits = follow(any_drafter, path, features, slot, len(path) - slot)
-            best = logits[-1].topk(len(children)).indices
-            assert any_drafter.to_target(best).tolist() == children
-    if shape.chain or any_drafter.context_kind != "block":  # whose 30 best paths of all may be shorter
-        assert max(map(len, paths)) == slot + 1 + shape.depth
+    scores, left_out = {0: 0.0}, [-math.inf]
+    for node in sorted(set(parents[1:])):
+        children = [child for child in range(1, len(drafts)) if parents[child] == node]
+        _, logits = follow(any_drafter, paths[node], features, slot, len(paths[node]) - slot)
+        best = logits[-1].log_softmax(-1).topk(min(shape.width, any_drafter.vocab_size))
+        assert any_drafter.to_target(best.indices[: len(children)]).tolist() == [drafts[child] for child in children]
+        values = (scores[node] + best.values).tolist()
+        scores |= zip(children, values)
+        left_out += values[len(children) :]
+    assert min(scores.values()) >= max(left_out) - 1e-9
+    deepest = max(map(len, paths)) - slot - 1
+    if shape.chain or (any_drafter.context_kind != "block" and shape.nodes != 12):  # whose best paths may be shorter
+        assert deepest == shape.depth
+    assert deepest <= shape.depth
 
 
 @paired("any_drafter, sizes", VARIANTS, [(7, 6), (2, 8), (9, 1, 3)])
@@ -300,9 +306,7 @@ def test_the_cache_after_a_round_holds_the_committed_slots(any_drafter, accepted
     texts = torch.tensor([random_tokens(row, 16, target.vocab_size) for row in range(2)])  # [B, T]
     features = target.read(texts, layers).features
     prompts = torch.tensor([6, 3])
-    proposer = HeadProposer(any_drafter, chain_of(depth))
-    proposer.begin(texts[:, :6], prompts)
-    proposer.commit(texts[:, 1:7], features[:, :6], prompts, prompts.tolist())
+    proposer = begin(any_drafter, chain_of(depth), texts[:, :7], features[:, :6], prompts)
     proposer.propose(Sampling(), None)
     num_extra = 1 - any_drafter.first_slot  # slot 0 is committed too
     assert torch.equal(proposer.cache.lengths, prompts + num_extra) and proposer.cache.pending == 0
@@ -312,11 +316,8 @@ def test_the_cache_after_a_round_holds_the_committed_slots(any_drafter, accepted
     again = proposer.propose(Sampling(), None)
     assert torch.equal(proposer.cache.lengths, prompts + num + num_extra) and proposer.cache.pending == 0
     for row, length in enumerate((prompts + num).tolist()):
-        fresh = HeadProposer(any_drafter, chain_of(depth))
-        fresh.begin(texts[row : row + 1, :length], torch.tensor([length]))
-        fresh.commit(
-            texts[row : row + 1, 1 : length + 1], features[row : row + 1, :length], torch.tensor([length]), [length]
-        )
+        alone = texts[row : row + 1, : length + 1], features[row : row + 1, :length], torch.tensor([length])
+        fresh = begin(any_drafter, chain_of(depth), *alone)
         assert torch.equal(fresh.propose(Sampling(), None).tokens[0], again.tokens[row])
 
 

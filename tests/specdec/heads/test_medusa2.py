@@ -5,15 +5,13 @@ import torch
 from hydra.utils import instantiate
 
 from specdec import checkpoint
-from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
-from specdec.decoding.decoder import Decoder
 from specdec.heads.eagle import Eagle
 from specdec.heads.medusa import Medusa2
 from specdec.proposers.heads import HeadProposer
 from specdec.target.adapter import disable_adapter
 from specdec.text.conversations import Row
-from tests.support.decoding import chain_of, random_tokens
+from tests.support.decoding import chain_of, greedy, random_tokens
 from tests.support.drafters import load_head
 from tests.support.loops import follow
 from tests.support.targets import make_target
@@ -52,11 +50,10 @@ def test_drafting_does_not_change_the_answers_of_the_adapted_target(shape):
     drafter, _ = make()
     prompts = [random_tokens(seed, 3 + seed, 6) for seed in range(4)]
     plain, drafted = (
-        Decoder(drafter.target, proposer, sampling=Sampling(0.0), stop=set()).generate(prompts, 24)
-        for proposer in (None, HeadProposer(drafter, shape))
+        greedy(drafter.target, proposer).generate(prompts, 24) for proposer in (None, HeadProposer(drafter, shape))
     )
     with disable_adapter(drafter.target):
-        unadapted = Decoder(drafter.target, None, sampling=Sampling(0.0), stop=set()).generate(prompts, 24)
+        unadapted = greedy(drafter.target, None).generate(prompts, 24)
     assert drafted.tokens == plain.tokens != unadapted.tokens
     assert sum(map(sum, drafted.accepted)) > 0
 
@@ -89,13 +86,12 @@ def test_the_loss_equals_a_naive_sum_and_trains_only_heads_and_adapter():
 def test_the_adapter_is_saved_with_the_head(tmp_path):
     drafter, _ = make()
     prompt = [random_tokens(5, 6, 6)]
-    expected = Decoder(drafter.target, None, sampling=Sampling(0.0), stop=set()).generate(prompt, 20).tokens
+    expected = greedy(drafter.target, None).generate(prompt, 20).tokens
     checkpoint.save(tmp_path / "step", drafter.frozen_copy(), CONFIG["drafter"])
     fresh = make_target(6)
-    assert Decoder(fresh, None, sampling=Sampling(0.0), stop=set()).generate(prompt, 20).tokens != expected
+    assert greedy(fresh, None).generate(prompt, 20).tokens != expected
     loaded = checkpoint.load(tmp_path / "step", fresh)
-    decoder = Decoder(fresh, HeadProposer(loaded, chain_of(4)), sampling=Sampling(0.0), stop=set())
-    assert decoder.generate(prompt, 20).tokens == expected
+    assert greedy(fresh, HeadProposer(loaded, chain_of(4))).generate(prompt, 20).tokens == expected
     with pytest.raises(ValueError, match="adapted in place by another drafter"):
         checkpoint.load(tmp_path / "step", fresh)
 

@@ -4,10 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-from specdec.core.sampling import Sampling
-from specdec.decoding.decoder import Decoder
 from specdec.export.eagle import find_default_layers
 from specdec.heads.blocks import (
     DEFAULT_POSITIONS,
@@ -24,8 +22,9 @@ from specdec.heads.mtp import MTP
 from specdec.proposers.heads import HeadProposer
 from specdec.target import attention
 from specdec.target.model import Target
-from tests.support.decoding import chain_of, random_tokens
+from tests.support.decoding import chain_of, greedy, random_tokens
 from tests.support.drafters import disturb, text_logits
+from tests.support.families import find_family, make
 from tests.support.targets import make_target
 
 V = 61
@@ -120,33 +119,13 @@ def test_targets_of_two_layers_have_no_default():
 
 # Norms, embeddings and logits
 
-SIZES = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.4, "bos_token_id": None, "eos_token_id": None,
-         "pad_token_id": None}  # fmt: skip
-FAMILIES = {
-    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 0.25, "tie_word_embeddings": True},
-    "cohere": {"logit_scale": 0.5},
-    "nanochat": {"final_logit_softcapping": 5.0},
-    "gemma": {},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-}
 
-
-def make(family: str) -> Target:
-    torch.manual_seed(0)
-    sizes = {name: value for name, value in SIZES.items() if name != "head_dim" or family == "gemma"}
-    config = AutoConfig.for_model(family, **sizes, **FAMILIES[family])
-    config._experts_implementation = "eager"  # the others have no float64
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.IMPLEMENTATION).double()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data += 0.3 * torch.randn_like(parameter)
-    return Target(model, name="tiny")
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=["granite", "cohere", "nanochat", "gemma", "mixtral"])
 def shaped(request) -> Target:
-    return make(request.param)
+    """A target that scales its embeddings or its logits, ties them, or has experts."""
+    model = make(find_family(request.param), attention.IMPLEMENTATION).double()
+    model.config._experts_implementation = "eager"  # the others have no float64
+    return Target(model, name="tiny")
 
 
 @pytest.mark.parametrize("vocab", [None, torch.arange(0, V, 2)], ids=["whole", "reduced"])
@@ -171,9 +150,8 @@ def test_own_lm_heads_start_at_the_targets_logits(shaped):
 def test_heads_of_every_family_draft_without_changing_answers(shaped, head):
     drafter = disturb(head(shaped)).double().eval()
     prompts = [random_tokens(1, 5, V), random_tokens(2, 3, V)]
-    plain = Decoder(shaped, None, sampling=Sampling(0.0), stop=set()).generate(prompts, 12)
-    drafted = Decoder(shaped, HeadProposer(drafter, chain_of(3)), sampling=Sampling(0.0), stop=set())
-    assert drafted.generate(prompts, 12).tokens == plain.tokens
+    plain, drafted = (greedy(shaped, proposer) for proposer in (None, HeadProposer(drafter, chain_of(3))))
+    assert drafted.generate(prompts, 12).tokens == plain.generate(prompts, 12).tokens
 
 
 # Draft models

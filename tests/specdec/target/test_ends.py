@@ -59,9 +59,6 @@ def test_what_is_missing_or_damaged_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"is damaged .*take another copy"):
         Target.load_ends(str(tmp_path))
-    path.unlink()
-    with pytest.raises(ValueError, match="has no safetensors"):
-        Target.load_ends(str(tmp_path))
 
 
 @pytest.mark.parametrize("places", [{"a": "../other.safetensors"}, {"a": "/etc/passwd"}, ["a"]])

@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoConfig
 
-from specdec.target.structure import Experts, find_experts, interpolate_cost
+from specdec.target.structure import Experts, find_experts
 
 
 @pytest.mark.parametrize(
@@ -20,12 +20,3 @@ from specdec.target.structure import Experts, find_experts, interpolate_cost
 )
 def test_experts_are_found_in_the_configurations_of_families(model_type, fields, expected):
     assert find_experts(AutoConfig.for_model(model_type, **fields).to_dict()) == expected
-
-
-def test_numbers_of_experts_and_costs_by_hand():
-    experts = Experts(8, 2)
-    assert [experts.count_used(num) for num in (0, 1, 2, 3)] == [0, 2, 3.5, 4.625]  # 8 (1 - (3/4)^N)
-    assert Experts(4, 4).count_used(1) == Experts(4, 4).count_used(9) == 4
-    assert interpolate_cost(None, 1, 2, 5) == 0.25
-    assert interpolate_cost(experts, 1, 2, 3) == pytest.approx(1.5 / 2.625)
-    assert interpolate_cost(experts, 3, 3, 3) == 0

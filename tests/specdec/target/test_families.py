@@ -1,6 +1,4 @@
-"""Every family of tests/support/families.py does what its entry says: decoding, training, replay, compiling,
-refusals.
-"""
+"""Families of tests/support/families.py do what their entries say: decoding, training, replay, compiling, refusals."""
 
 import functools
 
@@ -204,17 +202,9 @@ def test_compiled_decoding_equals_generate_or_is_refused(family, traced):
             decode()
 
 
-def test_the_table_of_targets_says_what_works(family):
-    assert table_row(family) in table_rows()
-
-
-@pytest.mark.parametrize("refused", [family for family in FAMILIES if family.refused], ids=str)
-def test_families_that_cannot_work_are_refused_with_the_sentence_of_the_table(refused):
-    assert table_row(refused) in table_rows()
-
-
-def test_the_table_of_targets_has_no_other_rows():
-    assert len(table_rows()) == len(set(map(str, FAMILIES))) == len(FAMILIES)
+@pytest.mark.parametrize("entry", FAMILIES, ids=str)
+def test_the_table_of_targets_says_what_works_and_what_is_refused(entry):
+    assert table_row(entry) in table_rows() and len(table_rows()) == len(set(map(str, FAMILIES))) == len(FAMILIES)
 
 
 @functools.cache

@@ -103,12 +103,9 @@ def test_hidden_states_are_numbered_as_in_transformers(tmp_path):
     output = target.read(tokens, target.layer_ids([0, 3, -1]))
     torch.testing.assert_close(output.features, torch.cat([states[0], states[3], states[8]], dim=-1))
     torch.testing.assert_close(target.logits(output.final), target.model(tokens).logits)
-
-
-@pytest.mark.parametrize("layers", [[1, 1], [3, 2], [0, 9], [-10]])
-def test_layers_out_of_order_or_range_are_refused(target, layers):
-    with pytest.raises(ValueError, match="strictly increasing"):
-        target.layer_ids(layers)
+    for layers in ([1, 1], [3, 2], [0, 9], [-10]):
+        with pytest.raises(ValueError, match="strictly increasing"):
+            target.layer_ids(layers)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

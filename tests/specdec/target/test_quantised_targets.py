@@ -23,7 +23,6 @@ from tests.support.saved_targets import SIZES, check_decoding, edit, edit_tensor
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 LABELS = {"w8a8": "compressed-tensors-8bit", "w4a16": "compressed-tensors-4bit", "fp8": "compressed-tensors-fp8",
           "gptq": "gptq-4bit", "awq": "awq-4bit"}  # fmt: skip
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 ENGINE_ONLY = r"does not know \({}\): let an engine read it \(features.mode=engine\)"
 LOADERS = [Target.load, Target.load_ends]
 
@@ -123,13 +122,6 @@ def test_an_mtp_module_beside_a_quantised_target_may_be_tuned(tmp_path):
         edit_tensors(folder, lambda tensors, name=name: name and tensors.update({name: torch.ones(2)}))
         texts.add(Target.load_ends(str(folder)).fingerprint())
     assert len(texts) == 1
-
-
-def test_a_method_that_only_an_engine_knows_leaves_the_ends(tmp_path):
-    folder = edit(quantise(save(tmp_path / "plain"), tmp_path / "made", "fp8"), quantization_config=MODELOPT)
-    assert re.fullmatch(r"v2\.[0-9a-f]{16}-modelopt-nvfp4", Target.load_ends(str(folder)).fingerprint())
-    with pytest.raises(ValueError, match=ENGINE_ONLY.format("modelopt-nvfp4")):
-        Target.load(str(folder))
 
 
 # Scales that nothing tells of

@@ -124,37 +124,20 @@ def test_calls_inside_markers_are_supervised():
 # Thinking modes
 
 
+@pytest.mark.parametrize("turns", [1, 2, 6])
 @pytest.mark.parametrize("variable", ["enable_thinking", "thinking"])
-def test_what_the_template_writes_before_an_answer_is_not_supervised(variable):
+def test_what_the_template_writes_before_an_answer_is_not_supervised(variable, turns):
+    """Answers of the history stand behind another prompt."""
     tokenizer = with_template(THINKS.replace("enable_thinking", variable))
     for mode in ({}, {"thinking": False}, {"thinking": "I think"}):
-        encoded = conversations.encode(tokenizer, as_row(PLAIN, **mode))
-        assert supervised(tokenizer, encoded) == ["Seven.<|im_end|>"] and encoded.arguments == OFF
-        assert encoded.tokens[: encoded.mask.index(True)] == conversations.encode_prompt(tokenizer, PLAIN[:1], OFF)
+        encoded = conversations.encode(tokenizer, as_row(PLAIN * turns, **mode))
+        assert supervised(tokenizer, encoded) == ["Seven.<|im_end|>"] * turns and encoded.arguments == OFF
+        prompt = conversations.encode_prompt(tokenizer, PLAIN[:1], OFF)
+        assert turns > 1 or encoded.tokens[: encoded.mask.index(True)] == prompt
     thoughts = [PLAIN[0], {**PLAIN[1], "reasoning_content": "Add."}]
     encoded = conversations.encode(tokenizer, as_row(thoughts))
     assert supervised(tokenizer, encoded) == ["<think>\nAdd.\n</think>\n\nSeven.<|im_end|>"]
     assert encoded.arguments == {}
-
-
-@pytest.mark.parametrize("turns", [2, 6])
-def test_answers_of_the_history_stand_behind_another_prompt(turns):
-    tokenizer = with_template(THINKS)
-    for mode in ({}, {"thinking": False}):
-        encoded = conversations.encode(tokenizer, as_row(PLAIN * turns, **mode))
-        assert supervised(tokenizer, encoded) == ["Seven.<|im_end|>"] * turns and encoded.arguments == OFF
-
-
-def test_modes_of_prompts(tmp_path):
-    tokenizer, path = with_template(THINKS), tmp_path / "p.jsonl"
-    write_rows(path, [{"prompt": "a", "thinking": False}, {"prompt": "a"}, {"prompt": "a", "thinking": True}])
-    for arguments, expected in ((None, [True, False, False]), (OFF, [True, True, False])):
-        prompts = conversations.load_prompts(str(path), tokenizer, arguments=arguments)
-        assert ["</think>" in tokenizer.decode(prompt.tokens) for prompt in prompts] == expected
-    jobs = answers.list_jobs(tokenizer, reading.load_prompts(str(path)), [0.0], OFF)
-    assert [job.arguments["enable_thinking"] for job in jobs] == [False, False, True]
-    with pytest.raises(ValueError, match=r"thinking=true: .* has no thinking mode"):
-        conversations.load_prompts(str(path), small_tokenizer(), arguments={"enable_thinking": True})
 
 
 # Tokenizers

@@ -223,13 +223,16 @@ def test_rows_say_template_arguments_in_many_ways(tmp_path, row):
 def test_arguments_of_a_row_win_over_those_of_the_command(tmp_path):
     tokenizer, path = with_template(EFFORT), str(tmp_path / "p.jsonl")
     high, none = {"reasoning_effort": "high"}, {"chat_template_kwargs": {"reasoning_effort": "none"}}
-    rows = [{"prompt": "a", **fields} for fields in ({}, high, none)]
+    rows = [{"prompt": "a", **fields} for fields in ({}, high, none, {"thinking": True})]
     write_rows(tmp_path / "p.jsonl", rows)
     arguments = parse_arguments({"reasoning_effort": "low", "thinking": "FALSE"})
     assert arguments == {"reasoning_effort": "low", "enable_thinking": False}
     texts = [tokenizer.decode(prompt.tokens) for prompt in data.load_prompts(path, tokenizer, arguments=arguments)]
-    efforts = ["Effort low", "Effort high", "Effort none"]
-    assert [text.splitlines()[0] for text in texts] == efforts and all(text.endswith("</think>\n\n") for text in texts)
+    efforts = ["Effort low", "Effort high", "Effort none", "Effort low"]
+    assert [text.splitlines()[0] for text in texts] == efforts
+    assert [text.endswith("</think>\n\n") for text in texts] == [True, True, True, False]
+    with pytest.raises(ValueError, match=r"thinking=true: .* has no thinking mode"):
+        data.load_prompts(path, small_tokenizer(), arguments={"enable_thinking": True})
     write_rows(tmp_path / "p.jsonl", [{**row, "completion": "b"} for row in rows])
     packs = load_packs(path, Encoding(tokenizer, tmp_path / "c", arguments=arguments), length=99, packed=False)
     texts = [tokenizer.decode(row.tokens) for (row,) in sorted(packs, key=lambda pack: pack[0].id)]
