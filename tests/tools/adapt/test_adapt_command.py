@@ -6,13 +6,10 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import safetensors.torch
 import torch
 from hydra import compose, initialize_config_dir
 
@@ -25,7 +22,7 @@ from specdec.measuring import trained_prompts
 from specdec.target.model import Target
 from specdec.text import token_text
 from specdec.tools.adapt import adapt
-from tests.support.commands import ROOT, child_environment, train_command, write_rows
+from tests.support.commands import ROOT, start, train_command, write_rows
 from tests.support.drafters import load_head, make_drafter, save_eagle
 from tests.support.runs import same_weights
 from tests.support.targets import save_target, small_tokenizer
@@ -244,12 +241,6 @@ def test_a_published_head_is_given_back_in_its_layout(adapt_folder, run_adapt, r
     card, digest = exported.with_name("README.md").read_text(), hashlib.sha256(published.read_bytes()).hexdigest()
     assert card.count("## Adapted to traffic") == 1 and digest in card and "new: all" in card and "old: all" in card
     assert "## Serve it in an engine" in card
-    changed = {key: value + 1 for key, value in before.items()}
-    safetensors.torch.save_file(changed, published)  # as somebody replaces a repository
-    with pytest.raises(
-        ValueError, match="checkpoint=published is now: it was begun with published, whose files differ"
-    ):
-        run_adapt(*arguments)
 
 
 def test_what_was_interrupted_goes_on(run_adapt, monkeypatch):
@@ -271,11 +262,9 @@ def test_what_was_interrupted_goes_on(run_adapt, monkeypatch):
 
 @pytest.mark.full
 def test_the_command_passes_a_signal_to_training_and_goes_on(adapt_folder, tmp_path):
-    def launch(out) -> subprocess.Popen:
-        changes = ["epochs=600", "tolerance=0.9", "progress=plain"]
-        changes.append("training.train.log_every=1")
-        arguments = [sys.executable, "scripts/adapt.py", *list_options(adapt_folder, out, *changes)]
-        return subprocess.Popen(arguments, cwd=ROOT, env=child_environment(), stdout=subprocess.PIPE, text=True)
+    def launch(out):
+        changes = ["epochs=600", "tolerance=0.9", "progress=plain", "training.train.log_every=1"]
+        return start(["scripts/adapt.py", *list_options(adapt_folder, out, *changes)])
 
     with launch(tmp_path / "adapted") as child:
         next(line for line in child.stdout if line.startswith("step"))
@@ -338,14 +327,11 @@ def test_what_forgetting_is_judged_on_is_not_trained_on(run_adapt, monkeypatch):
         ("traffic=nowhere is not a folder", ["traffic=nowhere"]),
         ("prompts.jsonl is not a folder", ["traffic={folder}/prompts.jsonl"]),
         ("drafter.json does not exist", ["checkpoint={folder}/traffic"]),
-        ("tolerance=-1", ["tolerance=-1"]),
         ("Give traffic=FOLDER of recorded answers, or prompts=FILE", ["traffic=null"]),
         ("one of them", ["prompts={folder}/prompts.jsonl"]),
         ("answer. options say how prompts= are answered", ["answer.batch=2"]),
         ("watch= waits for traffic", ["watch=5", "dry_run=true"]),
         ("training.run= is chosen by this command", ["training.run=5"]),
-        ("training.train.steps= is chosen by this command", ["training.train.steps=5"]),
-        ("heldout_share=1.0 must be a number of at least 0 and below 1", ["heldout_share=1"]),
         ("Give old=FILE", ["old=missing.jsonl"]),
     ],
 )

@@ -7,12 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specdec.proposers.heads import HeadProposer
 from specdec.target.structure import Experts, count_weights
 from specdec.tools.choose import round_costs
 from specdec.tools.choose.round_costs import CostPoint, RoundCosts
-from tests.support.decoding import Scripted, chain_of, greedy, oracle
-from tests.support.drafters import make_drafter
+from tests.support.decoding import Scripted, greedy, oracle
 
 
 def make_costs(*points, **fields) -> RoundCosts:
@@ -60,15 +58,6 @@ def test_a_point_is_a_ratio_with_its_error():
     assert round_costs.summarise_point(point, drafted, plain, varies=True).seconds == pytest.approx((3 * 1.5 + 9) / 4)
     even = round_costs.summarise_point(point, plain, plain, varies=True)
     assert even.seconds == 1.0 and even.error == 0 and even.opening == 0
-
-
-def test_rounds_of_the_decoder_are_timed_in_turn(small_target, monkeypatch):
-    monkeypatch.setattr(round_costs, "POINT_SECONDS", 0.0)
-    head = HeadProposer(make_drafter(small_target, "eagle"), chain_of(2))
-    decoders = {0: greedy(small_target, None), 2: greedy(small_target, head)}
-    timed = round_costs.time_rounds(decoders, [[1, 2, 3], [4, 5]], 2, seed=0)
-    assert set(timed) == {0, 2} and all(len(rounds["seconds"]) == round_costs.MIN_ROUNDS for rounds in timed.values())
-    assert all(min(rounds["seconds"]) > 0 for rounds in timed.values())
 
 
 def test_texts_grow_alike_while_rounds_are_timed(small_target):

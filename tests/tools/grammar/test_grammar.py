@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -20,16 +21,18 @@ from specdec.core.generation import Ends
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree, TreeShape, make_chain
 from specdec.decoding.decoder import Decoder
+from specdec.hf import Speculative
 from specdec.proposers import auto
 from specdec.proposers.auto import AutoProposer
 from specdec.proposers.costs import make_costs
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.text import Forced, Ngram
+from specdec.target.model import load_tokenizer
 from specdec.tools.grammar.grammar import Grammar, GrammarCompiler, GrammarConstraint
 from tests.support.decoding import chain_of, random_tokens
-from tests.support.drafters import make_drafter
+from tests.support.drafters import make_drafter, save_eagle
 from tests.support.enumeration import PROMPT, SAMPLINGS, THREE_TOKENS, V, decoder_outcomes, sampled_target
-from tests.support.targets import REAL_TARGET
+from tests.support.targets import REAL_TARGET, save_target, small_tokenizer
 from tests.tools.grammar.grammars import Language, random_constraint, some_of
 
 CHAIN, TREE = chain_of(2), TreeShape(depth=2, width=2, nodes=4)
@@ -261,8 +264,6 @@ def test_behind_the_end_of_an_answer_everything_is_allowed():
 @pytest.fixture(scope="module")
 def real_grammars():
     pytest.importorskip("llguidance")
-    from specdec.target.model import load_tokenizer
-
     return load_tokenizer(str(REAL_TARGET)), GrammarCompiler(load_tokenizer(str(REAL_TARGET)), 49152, {2})
 
 
@@ -358,12 +359,6 @@ def test_an_answer_ends_with_its_stop_token_under_a_grammar(small_target):
 def test_generate_follows_a_grammar(tmp_path):
     """`custom_generate`, with rows of different lengths; without a tokenizer it says what to give."""
     pytest.importorskip("llguidance")
-    from transformers import AutoModelForCausalLM
-
-    from specdec.hf import Speculative
-    from tests.support.drafters import save_eagle
-    from tests.support.targets import save_target, small_tokenizer
-
     target, tokenizer = save_target(tmp_path / "target"), small_tokenizer()
     save_eagle(tmp_path / "head", target)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float64)

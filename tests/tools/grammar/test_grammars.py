@@ -22,10 +22,11 @@ def head(tmp_path_factory):
     return f"checkpoint={folder / 'head'}"
 
 
-def test_generate_says_whether_the_grammar_is_complete(run_script, head):
+def test_generate_says_whether_the_grammar_is_complete(run_script, refuse, head):
     common = [head, "prompt=Say it", f"decode.grammar=json:{json.dumps(SCHEMA)}"]
     out = run_script(generate, *common, "max_new_tokens=80")
     assert '"sky": ' in out and "complete under the grammar" in out and "; the same answer" in out.replace("\n", " ")
+    refuse("regex cannot be used", generate, head, "prompt=a", "decode.grammar=regex:(a")
     assert "raise max_new_tokens=" in run_script(generate, *common, "max_new_tokens=4").replace("\n", " ")
 
 
@@ -36,15 +37,3 @@ def test_generate_writes_characters_of_many_tokens_whole(run_script, tmp_path):
     common = [f"target.name={tmp_path / 'target'}", "proposer=ngram", "prompt=Say", f"decode.grammar=regex:{text}"]
     assert f"\n{text}\n" in "\n" + run_script(generate, *common, "compare=false", "max_new_tokens=60")
     assert "春\ufffd\n" in run_script(generate, *common, "compare=false", "max_new_tokens=5")  # cut inside a character
-
-
-@pytest.mark.parametrize(
-    ("grammar", "message"),
-    [
-        ("xml", r"decode\.grammar=xml cannot be read: give json:SCHEMA"),
-        ("regex:(a", "regex cannot be used"),
-        ('json:{"type": "integer", "minimum": 3, "maximum": 1}', "The json schema cannot be used"),
-    ],
-)
-def test_what_cannot_be_followed_is_refused(refuse, head, grammar, message):
-    refuse(message, generate, head, "prompt=a", f"decode.grammar={grammar}")

@@ -238,7 +238,6 @@ BAD_FIELDS = [
     ({"stop": "a<|im_end|>"}, 400, "special token <|im_end|>"),
     ({"top_p": 0}, 400, "top_p=0"),
     ({"n": 2}, 400, "cannot do n=2"),
-    ({"tools": [{"type": "function"}]}, 400, "leaves out tools"),
     ({"logprobs": True}, 400, "cannot do logprobs"),
     ({"logprobs": 0}, 400, "cannot do logprobs=0"),  # of completions 0 asks for those of the tokens that were written
     ({"stop": [""]}, 400, "stop"),

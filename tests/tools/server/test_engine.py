@@ -85,38 +85,6 @@ def engine(small_target, drafter):
         yield engine
 
 
-def prompts(num: int) -> list[list[int]]:
-    return [random_tokens(seed, 2 + seed % 7, 6) for seed in range(num)]
-
-
-def test_every_request_gets_the_answer_that_it_gets_alone(small_target, engine):
-    alone = greedy(small_target, None, STOP)  # before the engine uses the target: threads must not share it
-    clients = [Client(prompt, 4 + number % 9, speculate=bool(number % 3)) for number, prompt in enumerate(prompts(24))]
-    answers = [alone.generate([client.job.prompt], client.job.max_new_tokens).tokens[0] for client in clients]
-    for client in clients:
-        client.ask(engine)
-    for number, (client, answer) in enumerate(zip(clients, answers)):
-        end = client.wait()
-        assert client.tokens == answer and end.reason == ("stop" if answer[-1] in STOP else "length")
-        assert client.rounds[0].drafted is None
-        assert {each.drafted for each in client.rounds[1:]} <= ({3} if number % 3 else {0})
-
-
-def test_a_seed_gives_the_same_answer_beside_others(engine):
-    def ask(num_others: int) -> list[int]:
-        other_clients = (Client(prompt, 20, Sampling(1.3)) for prompt in prompts(num_others))
-        clients = [each.ask(engine) for each in (Client([1, 3, 5], 20, Sampling(1.0), seed=7), *other_clients)]
-        for client in clients:
-            client.wait()
-        return clients[0].tokens
-
-    assert ask(5) == ask(0)
-    others = [Client([1, 3, 5], 20, Sampling(1.0)).ask(engine) for _ in range(6)]
-    for client in others:
-        client.wait()
-    assert len({tuple(client.tokens) for client in others}) > 1  # without a seed, each has another one
-
-
 def test_others_go_on_while_a_long_prompt_is_read(small_target, drafter):
     alone = greedy(small_target, None, STOP)
     prompt = random_tokens(1, 90, 6)

@@ -67,25 +67,6 @@ def record(folder, *exchanges: Exchange) -> list[dict]:
 # Rows
 
 
-def test_a_row_holds_the_request_and_what_became_of_the_drafts(tmp_path):
-    exchange = chat("hi", conversation="c1")
-    (row,) = record(tmp_path / "a" / "b", exchange)
-    assert row.pop("time") > 1.7e9
-    assert row == {
-        "id": "hi", "conversation": "c1", "category": "traffic",
-        "messages": [*question("hi"), {"role": "assistant", "content": "the sky"}], "texts": None,
-        "tokens": exchange.tokens, "prompt_tokens": exchange.num_prompt, "ids": "given",
-        "tokenizer": conversations.find_vocabulary(small_tokenizer(), len(small_tokenizer()))[0],
-        "target": "tiny", "target_fingerprint": "0123456789abcdef",
-        "temperature": 0.5, "top_k": None, "top_p": 0.9, "repetition_penalty": 1.0, "seed": 3, "grammar": None,
-        "finish": "stop", "rounds": 2, "drafted": 6, "accepted": [2, 0], "head": "run/step_000100",
-        "source": "server",
-    }  # fmt: skip
-    folder = tmp_path / "a" / "b"
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert stat.S_IMODE((folder / "traffic-000001.jsonl").stat().st_mode) == 0o600
-
-
 def test_rows_train_as_they_are(tmp_path):
     prompt = small_tokenizer()("Count to")["input_ids"]
     bare = Exchange([*prompt, 7, 8], len(prompt), SAMPLING, [0], 3, {"finish": "length"}, "the")
@@ -186,13 +167,16 @@ def rows_of(served: ServerContext) -> list[dict]:
 def test_a_chat_is_recorded_with_the_ids_that_were_written(tiny, tmp_path):
     prompt = conversations.encode_prompt(small_tokenizer(), QUESTION)
     answer = greedy(tiny, None, STOP).generate([prompt], 12).tokens[0]
-    with recorded(tiny, tmp_path) as (url, served):
+    folder = tmp_path / "a" / "b"
+    with recorded(tiny, folder) as (url, served):
         assert httpx.get(f"{url}/health").json()["recording"] is True
         whole = ask(url, metadata={"conversation": "c7"}, seed=4, top_k=3)
         ask(url, stream=True, chat_template_kwargs={"enable_thinking": False})
         first, second = rows_of(served)
     assert first["id"] == whole["id"] and first["conversation"] == "c7" != second["conversation"]
     assert first["seed"] == 4 and "chat_template_kwargs" not in first
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and first["time"] > 1.7e9
+    assert stat.S_IMODE((folder / "traffic-000001.jsonl").stat().st_mode) == 0o600
     assert second["chat_template_kwargs"] == {"enable_thinking": False}
     choice, counts = whole["choices"][0], whole["usage"]["speculation"]
     for row in (first, second):
@@ -201,7 +185,8 @@ def test_a_chat_is_recorded_with_the_ids_that_were_written(tiny, tmp_path):
         assert (row["finish"], row["temperature"], row["source"]) == (choice["finish_reason"], 0, "server")
         assert (row["rounds"], row["drafted"]) == (counts["rounds"], counts["drafted"])
         assert sum(row["accepted"]) == counts["accepted"] and len(row["accepted"]) == row["rounds"]
-        assert (row["head"], row["target"]) == ("run/step", tiny.name)
+        assert (row["head"], row["target"], row["category"]) == ("run/step", tiny.name, "traffic")
+        assert (row["ids"], row["texts"], row["top_p"], row["repetition_penalty"]) == ("given", None, None, 1.0)
         assert row["target_fingerprint"] == tiny.fingerprint()
         encoded = conversations.encode(small_tokenizer(), row)
         assert encoded.tokens == row["tokens"] and sum(encoded.mask) == len(answer)
