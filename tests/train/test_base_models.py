@@ -3,7 +3,6 @@
 import copy
 import functools
 import json
-import sys
 import warnings
 
 import pytest
@@ -151,12 +150,6 @@ def test_rows_that_cannot_be_encoded_are_refused_with_what_to_do(tokenizer):
         data.encode_prompt(tokenizer, messages[:1])
 
 
-def test_ids_of_another_tokenizer_are_made_again_of_the_text(tokenizer):
-    row = {"prompt": PROMPT, "completion": COMPLETION, "tokens": [3, 4, 5], "prompt_tokens": 1, "tokenizer": "0" * 16}
-    with pytest.warns(UserWarning, match="Their text is encoded again"):
-        assert encoded(tokenizer, **row) == (PROMPT, COMPLETION + "<|im_end|>")
-
-
 def test_prompts_are_read_as_they_are(tmp_path, tokenizer):
     write_rows(tmp_path / "prompts.jsonl", [{"prompt": PROMPT}, {"prompt": ""}])
     load = functools.partial(data.load_prompts, str(tmp_path / "prompts.jsonl"), limit=None)
@@ -196,31 +189,24 @@ def folder(tmp_path_factory):
     return folder
 
 
-def command(module, monkeypatch, **options):
-    given = [f"{key.replace('__', '.')}={value}" for key, value in options.items()]
-    monkeypatch.setattr(sys, "argv", [module.__name__, *given])
-    module.main()
-
-
-def test_a_head_is_trained_on_completions_and_on_texts(fit, folder, monkeypatch, capsys):
+def test_a_head_is_trained_on_completions_and_on_texts(fit, folder, run_script):
     both = f"data.train=[{folder}/text.jsonl,{folder}/train.jsonl]"
     assert fit("completions", "head=eagle3", "solve_packs=0", "validation.auto=never") == 0
     assert fit("texts", "head=mtp", both, "validation.auto=never") == 0
     for run in ("completions", "texts"):
         assert sorted(losses_of(run)) == [1, 2, 3, 4]
-    capsys.readouterr()
-    given = {"checkpoint": "checkpoints/completions", "prompt": "Count", "max_new_tokens": 6}
-    command(generate, monkeypatch, **given, target__dtype="float32")
-    assert "the same answer" in capsys.readouterr().out
+    given = ["checkpoint=checkpoints/completions", "prompt=Count", "max_new_tokens=6", "target.dtype=float32"]
+    assert "the same answer" in run_script(generate, *given)
     for more in ([f"data.train={folder}/chats.jsonl"], [f"data.heldout={folder}/chats.jsonl"]):
         with pytest.raises(ValueError, match="no chat template"):
             fit("chats", *more)
 
 
-def test_answers_are_completions(folder, tmp_path, monkeypatch, capsys):
+def test_answers_are_completions(folder, tmp_path, run_script):
     out, tokenizer = tmp_path / "answers.jsonl", load_tokenizer(str(folder / "target"))
-    shared = {"prompts": folder / "prompts.jsonl", "target__name": folder / "target", "max_new_tokens": 5}
-    command(answer, monkeypatch, out=out, target__dtype="float32", **shared)
+    name = f"target.name={folder}/target"
+    shared = [f"prompts={folder}/prompts.jsonl", name, "max_new_tokens=5"]
+    run_script(answer, *shared, f"out={out}", "target.dtype=float32")
     rows = reading.load_conversations(str(out))
     assert len(rows) == 4 and rows[0]["prompt"] == "Count from 3" and "messages" not in rows[0]
     for row in rows:
@@ -229,10 +215,9 @@ def test_answers_are_completions(folder, tmp_path, monkeypatch, capsys):
         said = row["tokens"][row["prompt_tokens"] :]
         assert row["completion"] == tokenizer.decode(said, skip_special_tokens=True).rstrip("\ufffd")
         assert data.encode(tokenizer, row).tokens == row["tokens"]
-    command(show_data, monkeypatch, data=out, target__name=folder / "target")
-    assert "supervised" in capsys.readouterr().out
+    assert "supervised" in run_script(show_data, f"data={out}", name)
     model = Model()
     with SmallServer(model) as server:
-        command(answer, monkeypatch, out=tmp_path / "served.jsonl", engine=server.url, **shared)
+        run_script(answer, *shared, f"out={tmp_path}/served.jsonl", f"engine={server.url}")
     asked = [body for path, body in server.requests if path == "v1/completions"]
     assert asked and all(body["prompt"][0] == BEGIN for body in asked)

@@ -1,10 +1,8 @@
 """Tests of `python train.py -m`: runs in processes and folders of their own; and of a head outside of specdec."""
 
-import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -104,7 +102,3 @@ def test_a_multirun_under_a_launcher_is_refused_with_the_line(monkeypatch):
 def test_a_comma_list_is_swept_only_by_a_multirun():
     assert hydra_text.quote_arguments(["target.name=a,b"], multirun=True) == ["target.name=a,b"]
     assert hydra_text.quote_arguments(["target.name=a,b"]) == ["target.name='a,b'"]
-
-
-def test_a_run_without_a_report_has_no_tau(tmp_path):
-    assert math.isnan(multirun.read_tau(Path(tmp_path)))

@@ -1,5 +1,6 @@
 """Needs of a machine with one GPU, tested on a CPU: the device's number, attention, memory, settings of accelerate."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -14,7 +15,6 @@ from scripts.generate import GenerateOptions
 from specdec.core import devices
 from specdec.heads.blocks import Rotary, make_llama_config, solve_ridge
 from specdec.options import run_command
-from specdec.target import attention
 from specdec.target.model import Target
 from tests.support.commands import ROOT
 from tests.support.targets import make_target
@@ -58,11 +58,14 @@ def test_the_loaders_thread_takes_a_device_without_a_number(one_gpu):
     assert [(device, name.startswith("loader")) for device, name in one_gpu] == [(GPU, True)]
 
 
-def test_the_accelerators_device_has_its_number(one_gpu, monkeypatch):
-    state = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
-    monkeypatch.setattr(build, "PartialState", lambda **_: state)
+@pytest.mark.parametrize("flag", ["True", "False"])
+def test_the_accelerators_device_has_its_number_and_the_launchers_cpu_is_followed(flag, one_gpu, monkeypatch):
+    asked, state = [], SimpleNamespace(device=torch.device("cuda"), num_processes=1)
+    monkeypatch.setattr(build, "PartialState", lambda cpu, **_: asked.append(cpu) or state)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", flag)
     options = SimpleNamespace(train=SimpleNamespace(seed=0, timeout=1), threads=1, fast=None)
-    assert build.start_processes(options).device == GPU
+    assert build.start_processes(options).device == GPU and asked == [flag == "True"]
 
 
 @pytest.mark.parametrize(("variable", "is_enabled"), [(None, False), ("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", True)])
@@ -187,32 +190,25 @@ def test_full_memory_ends_training_with_the_options_that_lower_it(fit, monkeypat
 
 
 def test_full_memory_ends_a_command_with_its_options():
-    for error, sentence in FULL.values():
+    def main(error):
+        raise error
 
-        def main(error=error):
-            raise error
-
-        with pytest.raises(SystemExit) as caught:
-            run_command.run_command(main, GenerateOptions)
-        assert str(caught.value).startswith(f"error: {sentence}")
-        assert str(caught.value).endswith(
-            ": lower max_new_tokens=, decode.nodes=, or use target.dtype=bfloat16, or target.device=auto with more "
-            "GPUs, or a smaller or quantised target."
-        )
+    with pytest.raises(SystemExit) as caught:
+        run_command.run_command(functools.partial(main, FULL["GPU"][0]), GenerateOptions)
+    assert str(caught.value).startswith(f"error: {FULL['GPU'][1]}")
+    assert str(caught.value).endswith(
+        ": lower max_new_tokens=, decode.nodes=, or use target.dtype=bfloat16, or target.device=auto with more GPUs, "
+        "or a smaller or quantised target."
+    )
     with pytest.raises(RuntimeError, match="shapes"):
-        run_command.run_command(lambda: (_ for _ in ()).throw(RuntimeError("shapes")), GenerateOptions)
+        run_command.run_command(functools.partial(main, RuntimeError("shapes")), GenerateOptions)
 
 
 def test_a_target_that_does_not_fit_into_a_cpu_is_named(folder, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError(CPU_FULL)
 
-    model_class = (SimpleNamespace(from_pretrained=None), None)
-    monkeypatch.setattr("specdec.target.loading._load_pretrained", fail)
-    config = SimpleNamespace(to_dict=dict, get_text_config=lambda decoder: SimpleNamespace(num_hidden_layers=1))
-    monkeypatch.setattr("specdec.target.loading.load_config", lambda *_, **__: config)
-    monkeypatch.setattr("specdec.target.loading._find_class", lambda *_, **__: model_class)
-    monkeypatch.setattr(attention, "choose_implementation", lambda kind: "sdpa")
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", fail)
     with pytest.raises(ValueError, match=r"does not fit into the memory of device=cpu"):
         Target.load(str(folder / "target"))
 
@@ -276,22 +272,6 @@ def test_the_launchers_threads_are_taken(number, threads, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", number)
     assert processes.count_threads(2) == threads
-
-
-class StartedError(Exception):
-    pass
-
-
-@pytest.mark.parametrize("flag", ["True", "False"])
-def test_the_launchers_cpu_is_followed_beside_a_gpu(flag, monkeypatch, tmp_path):
-    def begin(cpu, **_):
-        raise StartedError(cpu)
-
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(build, "PartialState", begin)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", flag)
-    with pytest.raises(StartedError, match=flag):
-        build.start_processes(SimpleNamespace(fast=None, train=SimpleNamespace(seed=0, timeout=1)))
 
 
 @pytest.mark.full

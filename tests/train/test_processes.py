@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,9 @@ import pytest
 import torch
 
 from specdec import checkpoint
-from tests.support.commands import ROOT, child_environment
+from tests.support.commands import ROOT, child_environment, start
 from tests.support.runs import PowerCutError, before_steps, cut_power, losses_of, train_overrides
+from tests.support.together import free_ports
 from train.features.loader import Order
 from train.loop.trainer import StopVote
 from train.processes import ProcessLost, Waiting
@@ -41,22 +41,15 @@ def order_of(settings: list[tuple[int, int, int]], steps: int, num_packs: int) -
 def test_the_order_of_packs_goes_on_with_other_processes(settings):
     read = order_of(settings, 5, 17)
     assert read == order_of([(1, 1, 1)], len(read), 17)
-    for start in range(0, len(read) - 16, 17):
-        assert sorted(read[start : start + 17]) == list(range(17))  # an epoch: no pack twice, none left out
+    for first in range(0, len(read) - 16, 17):
+        assert sorted(read[first : first + 17]) == list(range(17))  # an epoch: no pack twice, none left out
 
 
 def start_processes(folder, cwd, run, *options) -> list[subprocess.Popen]:
     """Two processes of one run without a launcher, which would end the one when the other ends."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    arguments = [sys.executable, str(ROOT / "train.py"), *train_overrides(folder, run, *options)]
-    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    return [
-        subprocess.Popen(arguments, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                         env=child_environment(**places, RANK=str(rank), LOCAL_RANK=str(rank)))
-        for rank in range(2)
-    ]  # fmt: skip
+    arguments = [ROOT / "train.py", *train_overrides(folder, run, *options)]
+    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0], "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    return [start(arguments, cwd=cwd, errors=True, **places, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
 
 
 LONG = ("train.steps=100000", "train.validate_every=100000", "train.save_every=5", "train.timeout=1")

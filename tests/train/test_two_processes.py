@@ -1,15 +1,13 @@
 """Tests of drafters that are trained by two processes (DDP), against one process."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from specdec import checkpoint
-from tests.support.commands import ROOT, child_environment, write_rows
+from tests.support.commands import ROOT, start, write_rows
 from tests.support.processes import fit_by_two, fit_float64, free_ports
 from tests.support.runs import log_of, losses_of, report_of, train_overrides, weights_of
 from tests.support.together import MARK
@@ -119,13 +117,11 @@ def test_a_signal_to_any_process_ends_all_within_20_steps(runs, printed):
 
 def test_two_nodes_by_torchrun(folder, tmp_path):
     """Two launchers, as docs/scaling.md starts them on two machines. One process speaks, not one of each machine."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1",
+    launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1",
                 "--rdzv_backend", "c10d", "--rdzv_id", "7", "--rdzv_endpoint",
                 f"localhost:{free_ports(1)[0]}"]  # fmt: skip
     overrides = train_overrides(folder, "nodes", "train.steps=2", "train.validate_every=2")
-    command = [*launcher, str(ROOT / "train.py"), *overrides]
-    processes = [subprocess.Popen(command, cwd=tmp_path, env=child_environment(), stdout=subprocess.PIPE,
-                                  stderr=subprocess.STDOUT, text=True) for _ in range(2)]  # fmt: skip
+    processes = [start([*launcher, ROOT / "train.py", *overrides], cwd=tmp_path, errors=True) for _ in range(2)]
     printed = "".join(process.communicate(timeout=200)[0] for process in processes)
     assert [process.returncode for process in processes] == [0, 0], printed
     for line in ("closed-form start", "step     1/2", "step     2/2", "best replayed tau"):

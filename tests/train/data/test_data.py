@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import itertools
-import json
 import os
 import warnings
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from transformers import AutoTokenizer
 
 from specdec.core import masks
 from specdec.core.resumable import Resumable, read_rows
-from specdec.engines.answers import AnswerSettings, WrittenAnswer, list_jobs, make_answer
+from specdec.engines.answers import AnswerSettings, list_jobs
 from specdec.measuring.answer_prompts import read_distinct_temperatures
 from specdec.measuring.answers import OwnDecoder
 from specdec.measuring.replay import warn_of_writers
@@ -78,24 +77,9 @@ def test_every_answer_is_supervised_with_markers_and_without(tokenizer, messages
     assert rows[0] == rows[1]
 
 
-@pytest.mark.parametrize("template", [PLAIN, MARKED])
-@pytest.mark.parametrize("content", ["Cut", "Cut \n", "Say hello."])
-def test_cut_answer_has_no_end_of_turn(tokenizer, template, content):
-    tokenizer.chat_template = template
-    messages = [*MULTI[:3], {"role": "assistant", "content": content}]
-    row = conversations.encode(tokenizer, as_row(messages, finish="length"))
-    assert supervised(tokenizer, row) == [MULTI[1]["content"] + "<|im_end|>", content]
-    assert row.mask[-1]
-
-
-def test_where_supervision_ends_and_begins(tokenizer):
+def test_supervision_begins_behind_a_newline_that_merges(tokenizer):
     across = pair("Say hello.", "\n Hello")  # its newline merges with that of the template, so no token begins with it
     assert supervised(tokenizer, conversations.encode(tokenizer, as_row(across))) == [" Hello<|im_end|>"]
-    tokenizer.chat_template = (  # without an end of turn
-        "{% for m in messages %}{{ m['role'] + ':\n' + m['content'] + '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
-    )
-    assert supervised(tokenizer, conversations.encode(tokenizer, as_row(pair("a", "one") * 2))) == ["one", "one"]
 
 
 REWRITES = PLAIN.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>'")
@@ -127,15 +111,10 @@ def test_rows_whose_mask_cannot_be_told_are_refused(tokenizer, template, message
 
 
 def test_conversations_are_read_from_every_format(tmp_path):
-    second = {"id": 5, "category": "math", "messages": MULTI}
-    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": SINGLE}) + "\n\n" + json.dumps(second) + "\n")
-    rows = reading.load_conversations(str(tmp_path / "b.jsonl"))
-    assert [(row["id"], row["category"]) for row in rows] == [("0", "all"), ("5", "math")]
-    assert rows[1]["messages"] == MULTI
+    write_rows(tmp_path / "b.jsonl", [{"messages": SINGLE}, {"id": 5, "messages": MULTI}])
     write_rows(tmp_path / "a.jsonl", [{"id": "first", "messages": SINGLE}])
     assert [row["id"] for row in reading.load_conversations(str(tmp_path))] == ["first", "1", "5"]
     assert len(reading.load_conversations(str(tmp_path), limit=2)) == 2
-
     saved = datasets.Dataset.from_list([{"messages": SINGLE}])
     saved.save_to_disk(tmp_path / "saved")
     assert reading.load_conversations(str(tmp_path / "saved"))[0]["messages"] == SINGLE
@@ -271,12 +250,7 @@ def test_results_are_continued_with_the_same_settings_only(tmp_path):
 
     open_results(seed=0, proposer={"max": 4})
     open_results(seed=1, proposer={"max": 4}).append({"a": 1}, {"a": float("inf")})  # there were no rows yet
-    with out.open("a") as file:
-        file.write('{"a": 4')
-    results = open_results(seed=1, proposer={"max": 4})
-    results.append({"a": 3})
-    rows = [{"a": 1}, {"a": float("inf")}, {"a": 3}]
-    assert results.rows == open_results(seed=1, proposer={"max": 4}).rows == rows
+    assert open_results(seed=1, proposer={"max": 4}).rows == [{"a": 1}, {"a": float("inf")}]
     message = (
         r"seed \(then 1, now 0\), proposer\.min \(then None, now 3\), proposer\.max \(then 4, now None\)\. Use the same"
     )
@@ -308,9 +282,3 @@ def test_jobs_and_their_answers(tokenizer, small_target):
     for text in ("a", "", "0,0.0", "-1"):
         with pytest.raises(ValueError, match="temperature="):
             read_distinct_temperatures(text)
-
-
-def test_an_answer_is_trimmed_at_its_end(tokenizer):
-    hello, end = tokenizer("Hello")["input_ids"], tokenizer.eos_token_id
-    assert make_answer(tokenizer, [*hello, end], {end}) == WrittenAnswer("Hello", "stop", [*hello, end])
-    assert make_answer(tokenizer, hello, {end}) == WrittenAnswer("Hello", "length", hello)

@@ -5,24 +5,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from specdec.core.option_types import read_options
 from specdec.options import config_files
 from specdec.target.model import Target
 from specdec.text.conversations import Row
-from tests.support.commands import ROOT
 from tests.support.decoding import random_tokens
 from tests.support.drafters import make_drafter
 from tests.support.targets import make_target
+from tests.train.composing import compose_options
 from train.data.packing import EncodedRows, Packs
 from train.features.feature_files import FeatureFolder, compute_checksum
 from train.features.outputs import StoredFeatures
 from train.prepare import build
 from train.prepare.build import count_missing, open_features
-from train.settings.hydra_text import make_search_path
-from train.settings.options import RunConfig, read_run
+from train.settings.options import RunConfig
 
 NUM, LONG = 40, 30  # rows, of 5 to 44 tokens, cut at 30
 
@@ -72,7 +69,7 @@ def test_rows_count_once(target, packs, tmp_path):
     assert count_missing(folder, twice, range(len(twice))) == packs.num_tokens == twice.num_tokens / 2
 
 
-OPTIONS = """run=some features.mode=cached train.batch=1 train.accumulation=1 solve_packs=0 precision=fp32
+OPTIONS = """features.mode=cached train.batch=1 train.accumulation=1 solve_packs=0 precision=fp32
     target.dtype=float32 data.length=64 head.vocab_size=null decode.depth=2 train.validate_every=0
     validation.num_prompts=2 validation.max_new_tokens=4"""
 
@@ -93,10 +90,7 @@ def test_a_tenth_of_the_space_stays_free(target, tmp_path, monkeypatch):
 @pytest.mark.parametrize("is_short", [True, False])
 def test_a_short_run_on_much_data_fits_on_the_disk(target, packs, tmp_path, monkeypatch, is_short):
     options = [*OPTIONS.split(), f"features.folder={tmp_path}/cache", f"train.steps={2 if is_short else 1000}"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        composed = compose("train", overrides=[*options, make_search_path()])
-    run_options = read_run(OmegaConf.to_container(composed, resolve=True))
-    document = config_files.fill(run_options.document(), {"train.epochs": 1.0, "train.hours": None})
+    document = config_files.fill(compose_options(*options).document(), {"train.epochs": 1.0, "train.hours": None})
     drafter, notes = make_drafter(target, "eagle"), []
     monkeypatch.setattr(build, "MIN_MEASURED_PACKS", 0)
     monkeypatch.setattr(build.progress, "print_note", notes.append)

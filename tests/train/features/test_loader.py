@@ -1,7 +1,6 @@
 """Tests of batches that are read ahead of their step."""
 
 import contextlib
-import functools
 import statistics
 import threading
 import time
@@ -12,23 +11,12 @@ import torch
 
 from specdec.core import devices
 from tests.support.conversations import make_rows
-from tests.support.runs import losses_of
 from train.data.packing import EncodedRows, Packs
 from train.features import outputs
 from train.features.loader import MICRO_BATCHES_AHEAD, Loader, Material, Order
 from train.features.outputs import StoredFeatures
 
 pytestmark = pytest.mark.full
-
-
-@pytest.mark.parametrize(
-    "settings", [["features.mode=online"], ["features.mode=cached", "features.folder=cache"]], ids=" ".join
-)
-def test_reading_ahead_changes_no_loss(fit, settings, monkeypatch):
-    for num_prefetched in (0, 2):
-        monkeypatch.setattr("train.loop.trainer.Loader", functools.partial(Loader, num_prefetched=num_prefetched))
-        fit(f"ahead-{num_prefetched}", *settings, "train.accumulation=2")
-    assert losses_of("ahead-0") == losses_of("ahead-2") and len(losses_of("ahead-0")) == 4
 
 
 def make_loader(packs, num_prefetched: int) -> Loader:

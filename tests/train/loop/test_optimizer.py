@@ -1,6 +1,5 @@
 """Tests of optimizers, schedules, the average of the weights, and the record of gradient norms."""
 
-import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -10,13 +9,10 @@ from torch import nn
 from tests.support.drafters import VARIANTS, make_drafter, name_of
 from tests.support.runs import log_of, report_of, weights_of
 from train.loop.optimizer import OptimizerOptions, WeightAverage, list_hidden_matrices, make_optimizer, make_schedule
-from train.loop.state import RunFolder
 from train.loop.validate import Validation
 
 USUAL = {"name": "adamw", "lr": 1.0, "muon_lr": None, "betas": [0.9, 0.95], "weight_decay": 0.1, "schedule": "cosine",
          "warmup": 2, "decay": 0.25, "final": 0.1}  # fmt: skip
-BITS = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="bitsandbytes is not installed")
-NAMES = ["adamw", "muon", pytest.param("adamw8bit", marks=BITS)]
 
 
 def settings(**changed) -> OptimizerOptions:
@@ -34,15 +30,6 @@ class Small(nn.Module):
 
     def forward(self, tokens):
         return self.lm_head(self.norm(self.fc(self.embed(tokens))))
-
-
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        tokens = torch.randint(7, (5,), generator=generator)
-        nn.functional.cross_entropy(module(tokens), tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def rates(steps: int, **changed) -> list[float]:
@@ -94,25 +81,6 @@ def test_muon_moves_matrices_by_the_size_of_adamws_updates():
     sizes = {name: float((after[name].detach() - old).square().mean().sqrt()) for name, old in before.items()}
     assert sizes["fc.weight"] == pytest.approx(0.2 * 2e-3, rel=0.3)  # the root mean square of most AdamW updates
     assert sizes["lm_head.weight"] == pytest.approx(1e-3, rel=1e-3)  # AdamW's first step
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_optimizers_state_survives_the_folder_exactly(tmp_path, name):
-    whole, halves = Small(), Small()
-    optimizer = make_optimizer(whole, settings(name=name, lr=0.01))
-    train(whole, optimizer, 3, seed=0)
-    train(whole, optimizer, 3, seed=1)
-    optimizer = make_optimizer(halves, settings(name=name, lr=0.01))
-    train(halves, optimizer, 3, seed=0)
-    folder = RunFolder(tmp_path, {}, {})
-    folder.save_state(3, weights=halves.state_dict(), optimizer=optimizer.state_dict(), document={})
-    weights, state, _ = folder.read_state()
-    resumed = Small()
-    resumed.load_state_dict(weights)
-    optimizer = make_optimizer(resumed, settings(name=name, lr=0.01))
-    optimizer.load_state_dict(state)
-    train(resumed, optimizer, 3, seed=1)
-    assert all(torch.equal(resumed.get_parameter(n), p) for n, p in whole.named_parameters())
 
 
 def test_a_missing_library_is_said(monkeypatch):

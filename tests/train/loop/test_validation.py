@@ -275,35 +275,18 @@ def test_on_a_gpu_the_served_speedup_stands_beside_the_measured_one(make, drafte
 # Decoding with auto
 
 
-COUNTED = ("num_prompts", "num_rounds", "tau", "survival", "identical_outputs", "replayed_tau", "replayed_prompts")
-
-
-@pytest.mark.parametrize(
-    ("drafting", "decode", "temperature"),
-    [(CHAIN, "best", 0.0), (CHAIN, "always", 0.7), (Drafting(3, 2, 6), "best", 0.0)],
-)
-def test_auto_is_reported_beside_the_fixed_shape(make, drafter, drafting, decode, temperature):
-    fixed = judge(make(drafter, drafting, decode=decode, temperature=temperature), drafter)
-    validation = make(drafter, drafting, decode=decode, temperature=temperature, auto="end")
-    validation.seconds["decode"] = 1e6  # a third of it is enough for all prompts
-    report = validation.decode_best(drafter, judge(validation, drafter), trained=1.0)
-    assert fixed.auto is None and report.auto["num_prompts"] == 5
-    for name in COUNTED:
-        assert getattr(report, name) == getattr(fixed, name), name
-    assert report.auto["speedup"] > 0 and sum(report.auto["sizes"].values()) >= 5  # a round for each prompt at least
-    if temperature == 0:
-        assert report.auto["identical_outputs"] == 1.0
-
-
-def test_the_end_adds_auto_and_changes_nothing_else(make, drafter):
-    validation = make(drafter, auto="end")
+@pytest.mark.parametrize("drafting, temperature", [(CHAIN, 0.0), (CHAIN, 0.7), (Drafting(3, 2, 6), 0.0)])
+def test_the_end_adds_auto_and_changes_nothing_else(make, drafter, drafting, temperature):
+    validation = make(drafter, drafting, temperature=temperature, auto="end")
     report = judge(validation, drafter)
     assert report.decoded and report.auto is None and validation.needs_decoding(report)
     again = Report.from_json(report.to_json())  # as a resumed run reads it
     final = validation.decode_best(drafter, again, trained=100.0)
-    assert replace(final, auto=None) == report and final.auto["num_prompts"] >= 2
+    assert replace(final, auto=None) == report and final.auto["num_prompts"] >= 2 and final.auto["speedup"] > 0
+    assert sum(final.auto["sizes"].values()) >= final.auto["num_prompts"]  # a round for each prompt at least
+    assert temperature or final.auto["identical_outputs"] == 1.0
     assert not validation.needs_decoding(final) and validation.seconds["auto"] > 0
-    assert not make(drafter).needs_decoding(report)  # auto=never
+    assert not make(drafter, drafting).needs_decoding(report)  # auto=never
 
 
 def test_auto_takes_a_third_of_what_validation_took_at_most(make, drafter, clock):
@@ -387,13 +370,9 @@ def test_a_run_that_died_at_its_last_decoding_does_it_when_resumed(fit, monkeypa
 
 def test_an_export_uses_a_report_without_decoding(make, small_target, drafter, tmp_path):
     report = judge(make(drafter, share=0.0), drafter)
-    extra = {"report.json": report.to_json()}
-    checkpoint.save(tmp_path / "step", drafter, {"_target_": "specdec.heads.eagle.Eagle"}, extra=extra)
-    document = json.loads((tmp_path / "step" / "report.json").read_text())
-    assert document["tau"] is None and document["speedup"] is None and document["replayed_tau"] > 1
-    read = Provenance.read(
-        tmp_path / "step", checkpoint.read_document(tmp_path / "step"), name="step", target=small_target, license="mit"
-    )
+    document = {"_target_": "specdec.heads.eagle.Eagle"}
+    checkpoint.save(tmp_path / "step", drafter, document, extra={"report.json": report.to_json()})
+    read = Provenance.read(tmp_path / "step", document, name="step", target=small_target, license="mit")
     assert read.report == report and read.num_drafts == 3
     assert f"5 prompts, temperature 0, chain of 3, by replay | {report.replayed_tau:.2f}" in write_expectations(read)
     decoded = judge(make(drafter), drafter)
@@ -433,14 +412,3 @@ def test_training_ends_after_validations_without_a_rise(fit, capsys):
     assert "tau has not risen in 2 validations" in capsys.readouterr().out
     fit_interrupted(fit, "died", "head=mtp", *often)  # what it waited for is in the state
     assert Path("checkpoints/died/finished").read_text() == "6\n"
-
-
-def test_a_block_of_seven_drafts_is_trained_and_judged(fit, capsys):
-    """The objective's depth follows num_drafts; what is printed and the report have the candidates of all depths."""
-    block = "head=dflash2", "head.drafter.num_drafts=7", "validation.auto=never", "validation.decode=end"
-    assert fit("run", *block, "decode.depth=7", "head.drafter.dependence.top=8") == 0
-    report = report_of("run")
-    assert len(report["candidates"]["recall"]) == len(report["candidates"]["mass"]) == 7
-    assert "candidates: recall " in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"head\.objective\.depth=4 must be .*, 7.*Set head\.objective\.depth=7, or"):
-        fit("other", *block, "head.objective.depth=4")

@@ -228,17 +228,6 @@ def test_the_divergence_of_an_adapted_target_from_the_original_one(target, monke
     torch.testing.assert_close(*(torch.autograd.grad(total, final)[0] for total in totals))
 
 
-def test_padding_and_other_prompts_do_not_count(any_drafter):
-    objective, row = make_objective(any_drafter), make_row(0, 3, 5, 61)
-    alone = compute_loss(objective, [[row]], len(row.tokens))[0]
-    for num_other, length in ((0, 20), (4, 12), (9, 17), (9, 31)):
-        other = [make_row(1, num_other, 0, 61)] if num_other else []
-        for pack in ([*other, row], [row, *other]):
-            loss, _ = compute_loss(objective, [pack], length)
-            assert loss.total.item() == pytest.approx(alone.total.item(), rel=1e-6)
-            assert loss.num_goals == alone.num_goals and loss.matches.sum() == alone.matches.sum()
-
-
 def test_supervised_text_is_rows_without_prompts(any_drafter):
     """supervise=text, over two documents and padding, is the loss of the same rows whose every token has a goal."""
     rows = [make_row(seed, 4 + seed, 5, 61) for seed in range(2)]

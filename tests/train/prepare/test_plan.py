@@ -121,9 +121,3 @@ def test_the_start_needs_memory_only_where_there_is_one(outlines):
     assert memory["solved"].start > 1e9 and memory["random"].start == 0 < memory["medusa"].step
     assert memory["solved"].target == memory["medusa"].target > 2 * 134e6
     assert memory["block"].start == 0 and memory["fused"].start > memory["solved"].start
-
-
-def test_the_figures_of_a_plan_are_sums():
-    memory = decide.Memory(target=16e9, drafter=4e9, step=11e9, start=10e9, overhead=1e9)
-    assert memory.total == 32e9 and memory.fixed == 21e9 and "target 16.00" in str(memory)
-    assert "closed-form start" in str(decide.Memory(target=1.0, drafter=1.0, step=1.0, start=1e9))
