@@ -100,11 +100,6 @@ def list_refused_texts(field: FieldInfo) -> list[str]:
 EVALUATE = f"evaluate proposers=ngram {PROMPTS}"
 REFUSALS = {  # sentences for single options, for options together, and for texts that a command reads itself
     "generate prompt=x max_new_tokens=0": "max_new_tokens=0 must be a whole number of 1 or more.",
-    "generate prompt=x decode.nodes=0": "decode.nodes=0 must be a whole number from 1 to 65536, or null.",
-    "generate prompt=x decode.top_p=nan": "decode.top_p=nan must be a number above 0 and at most 1, or null.",
-    "generate prompt=x decode.repetition_penalty=1e400": "decode.repetition_penalty=inf must be a number above 0",
-    "generate prompt=x decode.children=many": "decode.children=many must be distinct or chosen.",
-    "generate prompt=x compare=maybe": "compare=maybe must be true or false.",
     "generate prompt=x settings=1": "There is no option 'settings'. See --help.",
     "generate prompt=x target=x": "There is no option 'target'. Did you mean 'target.name'? See --help.",
     "generate x": "'x' is not of the form key=value. See --help.",

@@ -56,6 +56,7 @@ REFUSALS = [
           ("eagle", "medusa", "eagle, sglang, vllm"), ("eagle3", "transformers", "eagle, gguf, sglang"))),
     *(("medusa2", False, {}, form, "merged_target=DIR") for form in ("vllm", "medusa")),
     ("medusa2", False, {}, "sglang", r"and not Medusa2 \(medusa2\)"),
+    ("eagle3", False, {}, "published", "format=published is for heads that other projects published"),
     ("eagle3", False, {"norm_features": True, "norm_before_fc": True}, "speculators", "not both: take format=vllm"),
     ("eagle", False, {"block": OTHER_ROPE}, "eagle", "no rotary embedding of the type llama3: take format=vllm"),
     *((head, False, {"fuse": True}, form, "Train with fuse=false")

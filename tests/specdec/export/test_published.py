@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdec.target.model import Target
 from tests.support import reference
 from tests.support.exports import (
     OTHER_BLOCK,
@@ -22,6 +20,7 @@ from tests.support.exports import (
     refuse,
     rewrite,
 )
+from tests.support.targets import make_target
 
 pytestmark = pytest.mark.full
 
@@ -77,17 +76,11 @@ class Code:
         return os.mkdir, (str(Path.cwd() / "code_ran"),)
 
 
-def test_a_head_of_another_target_is_refused(target, tmp_path):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=8, num_attention_heads=2, vocab_size=61
-    )
-    narrow = Target(LlamaForCausalLM(config).double(), name="narrow")
-    for head in ("eagle", "eagle3", "dflash", "mtp"):
-        export(make_exact(target, head), "vllm", tmp_path / head)
-        refuse(tmp_path / head, narrow, "32 wide and narrow is 16: .*")
-    export(make_exact(target, "medusa"), "vllm", tmp_path / "medusa")
-    refuse(tmp_path / "medusa", narrow, "size mismatch for blocks.0.0.linear.bias")
+@pytest.mark.parametrize("head", ["eagle", "eagle3", "dflash", "mtp", "medusa"])
+def test_a_head_of_another_width_is_refused(target, tmp_path, head):
+    export(make_exact(target, head), "vllm", tmp_path / "out")
+    message = "size mismatch for blocks.0.0.linear.bias" if head == "medusa" else "32 wide and tiny is 16: .*"
+    refuse(tmp_path / "out", make_target(61, width=16), message)
 
 
 def test_folders_that_hold_no_head_are_refused(target, tmp_path, monkeypatch):

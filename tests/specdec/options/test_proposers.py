@@ -1,6 +1,5 @@
 """Every file of conf/proposer as commands build it: greedy identity, the sampled distribution, batches, refusals."""
 
-import collections
 import itertools
 import json
 from pathlib import Path
@@ -23,6 +22,7 @@ from specdec.target.model import Target
 from specdec.text import token_text
 from tests.support.decoding import random_tokens
 from tests.support.drafters import make_drafter
+from tests.support.enumeration import SAMPLINGS, answer_statistic, sampled_target
 from tests.support.targets import make_target
 
 pytestmark = pytest.mark.full
@@ -98,69 +98,28 @@ def test_greedy_answers_equal_plain_decoding(name, make_configured, small_target
         assert decoder.generate([prompt], NUM_NEW).tokens == [answer]
 
 
-NUM_TOKENS, ROWS, BATCHES = 4, 500, 8
-PROMPT, SAMPLING = [1, 2, 0, 1, 2, 0, 1], Sampling(temperature=3.0)
-
-
 def test_commands_draft_by_the_same_members_as_the_library(make_configured, small_target):
     auto = make_configured("auto", small_target)
     usual = AutoProposer.make_default(small_target, auto.head)
     assert [type(member) for member in auto.members] == [type(member) for member in usual.members]
 
 
-def compute_distribution(target: Target, prompt: list[int], sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """The target's own distribution of the first NUM_TOKENS tokens, by one pass over all texts."""
-    texts = list(itertools.product(range(target.vocab_size), repeat=NUM_TOKENS))
-    tokens = torch.tensor([[*prompt, *text] for text in texts])
-    distribution = sampling.distribution(target.logits(target.read(tokens, ()).final))  # [texts, T, V]
-    # [texts, NUM_TOKENS]
-    probabilities = distribution[:, len(prompt) - 1 : -1].gather(2, tokens[:, len(prompt) :, None])[..., 0]
-    return dict(zip(texts, probabilities.prod(1).tolist()))
+def sample(proposer) -> tuple[float, list[int]]:
+    """By how many deviations sampled answers are off the target's law, and the accepted drafts of all their rounds."""
+    decoder = Decoder(sampled_target(), proposer, sampling=SAMPLINGS["warm"], stop=set())
+    statistic, freedom = answer_statistic(decoder, 3000)
+    answers = decoder.generate([[1, 2, 0, 1, 2, 0, 1]] * 500, 4, generator=torch.Generator().manual_seed(0))
+    return (statistic - freedom) / (2 * freedom) ** 0.5, list(itertools.chain(*answers.accepted))
 
 
-def sample_texts(target: Target, proposer, sampling: Sampling) -> tuple[collections.Counter, int, int]:
-    """How often each text was sampled, accepted drafts, and rounds without an accepted draft."""
-    decoder = Decoder(target, proposer, sampling=sampling, stop=set())
-    counts: collections.Counter[tuple[int, ...]] = collections.Counter()
-    accepted: list[int] = []
-    for seed in range(BATCHES):
-        generator = torch.Generator().manual_seed(seed)
-        generation = decoder.generate([PROMPT] * ROWS, NUM_TOKENS, generator=generator)
-        counts.update(map(tuple, generation.tokens))
-        accepted += itertools.chain.from_iterable(generation.accepted)
-    return counts, sum(accepted), accepted.count(0)
+def test_sampled_answers_follow_the_distribution_of_the_target(name, make_configured):
+    distance, accepted = sample(make_configured(name, sampled_target()))
+    assert distance < 4 and (name == "forced" or (sum(accepted) > 100 and accepted.count(0) > 100))
 
 
-def compute_p_value(counts: collections.Counter, distribution: dict[tuple[int, ...], float]) -> float:
-    """The p-value of a chi-square test. Texts that are expected fewer than 8 times are joined."""
-    pairs, rare = [], [0.0, 1e-9]  # observed and expected number
-    for text, probability in distribution.items():
-        observed, expected = counts[text], counts.total() * probability
-        if expected < 8:
-            rare = [rare[0] + observed, rare[1] + expected]
-        else:
-            pairs.append((observed, expected))
-    pairs += [tuple(rare)] if rare[1] > 1e-6 else []
-    distance = sum((observed - expected) ** 2 / expected for observed, expected in pairs)
-    halves = torch.tensor([len(pairs) - 1, distance], dtype=torch.float64) / 2
-    return float(torch.special.gammaincc(*halves))
-
-
-@pytest.fixture(scope="module")
-def tiny_target():
-    return make_target(3, num_layers=2)
-
-
-def test_sampled_answers_follow_the_distribution_of_the_target(name, make_configured, tiny_target):
-    counts, accepted, refused = sample_texts(tiny_target, make_configured(name, tiny_target), SAMPLING)
-    assert compute_p_value(counts, compute_distribution(tiny_target, PROMPT, SAMPLING)) > 1e-3
-    assert name == "forced" or (accepted > 100 and refused > 100)
-
-
-def test_a_rule_that_keeps_the_mass_of_refused_drafts_is_detected(make_configured, tiny_target, monkeypatch):
+def test_a_rule_that_keeps_the_mass_of_refused_drafts_is_detected(make_configured, monkeypatch):
     monkeypatch.setattr(rules, "refuse_node", lambda mass, tree, node: (mass, mass.sum(-1)))
-    counts, _, _ = sample_texts(tiny_target, make_configured("ngram", tiny_target), SAMPLING)
-    assert compute_p_value(counts, compute_distribution(tiny_target, PROMPT, SAMPLING)) < 1e-6
+    assert sample(make_configured("ngram", sampled_target()))[0] > 4
 
 
 @pytest.mark.parametrize(

@@ -273,3 +273,15 @@ def test_training_validates_on_a_split_and_on_categories_of_any_type(fit, folder
     assert fit("run", *given, "data.heldout_split=dev") == 0
     report = json.loads((tmp_path / "checkpoints" / "run" / "step_000001" / "report.json").read_text())
     assert set(report["by_category"]) == {"5", "7"}
+
+
+def test_the_split_of_a_dataset_of_the_hub(monkeypatch):
+    def load(source, config, *, split):
+        if split not in ("train", "test"):
+            raise ValueError(f'Unknown split "{split}". Should be one of ["train", "test"].')
+        return split
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert [reading.open_dataset("user/data", split) for split in (None, "test")] == ["train", "test"]
+    with pytest.raises(ValueError, match=r"Could not read split 'dev' of 'user/data'.*one of ..train., .test"):
+        reading.open_dataset("user/data", "dev")
