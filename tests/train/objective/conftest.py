@@ -1,6 +1,7 @@
 """Fixtures of the objective's tests."""
 
 import pytest
+import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from specdec.heads.blocks import Rotary
@@ -8,7 +9,10 @@ from specdec.heads.blocks import Rotary
 
 @pytest.fixture
 def in_float64(monkeypatch):
-    """Puts Llama's norms and angles into float64. In float32, a difference in the last bit would grow on some CPUs."""
+    """Puts Llama's norms and angles, and the weights of depths, into float64.
+
+    In float32, a difference in the last bit would grow on some CPUs.
+    """
 
     def normalise(self, x):
         wide = x.double()
@@ -21,3 +25,7 @@ def in_float64(monkeypatch):
     monkeypatch.setattr(LlamaRMSNorm, "forward", normalise)
     for kind in (LlamaRotaryEmbedding, Rotary):
         monkeypatch.setattr(kind, "forward", turn)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(default)
