@@ -131,9 +131,9 @@ def on_terminal(arguments, cwd, *, until=None, number=signal.SIGINT, **environme
 
 @pytest.fixture(scope="module")
 def answering(folder, tmp_path_factory):
-    """Arguments of answer.py for work of some seconds."""
+    """Arguments of answer.py for work that takes longer than a busy machine needs to send a signal."""
     prompts = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    write_rows(prompts, [{"prompt": f"Count from {number}."} for number in range(400)])
+    write_rows(prompts, [{"prompt": f"Count from {number}."} for number in range(4000)])
     settings = ["batch=4", "max_new_tokens=24", "target.dtype=float32", "decode.temperature=0"]
     return [ROOT / "scripts" / "answer.py", f"prompts={prompts}", f"target.name={folder}/target", *settings]
 
