@@ -138,7 +138,7 @@ def answering(folder, tmp_path_factory):
     return [ROOT / "scripts" / "answer.py", f"prompts={prompts}", f"target.name={folder}/target", *settings]
 
 
-SHOWN = r"answering.*\d+/\d+ answers, [\d,]+ tokens/s, \d+ (s|min) left"
+SHOWN = r"answering.*[\d,]+/[\d,]+ answers, [\d,]+ tokens/s, \d+ (s|min) left"
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
