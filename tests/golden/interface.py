@@ -126,7 +126,7 @@ def decode(
     ]
     batch, waiting, trees, probs = decoder.batch(), list(requests), [], None
     while waiting or batch.running:
-        free = rows - len(batch.running) if batch.joins or not batch.running else 0
+        free = batch.count_free(rows)
         coming, waiting = waiting[:free], waiting[free:]
         if coming:
             batch.admit(coming)

@@ -108,8 +108,7 @@ class Lane:
     def run_round(self) -> BatchRound | None:
         """Reads on in the prompts of requests that join, then makes one round. Returns it; None if nothing runs."""
         if self.reading is None:
-            free = self.max_requests - len(self.batch.running) if self.batch.joins or not self.batch.running else 0
-            joining = self._take_waiting(free)
+            joining = self._take_waiting(self.batch.count_free(self.max_requests))
             if joining:
                 self.jobs |= {id(job.request): job for job in joining}
                 self.reading = joining, self.batch.prefill([job.request for job in joining])
