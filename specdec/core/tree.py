@@ -44,10 +44,6 @@ class Tree:
     def siblings(self) -> int | None:
         return 1 if self.linear else self.max_children
 
-    def depths(self) -> Tensor:
-        """-> [B, N]; the root has depth 0."""
-        return self.ancestors().sum(-1) - 1
-
     def ancestors(self) -> Tensor:
         """-> [B, N, N] bool; row i marks node i and its ancestors."""
         num_rows, num_nodes = self.parents.shape

@@ -45,6 +45,11 @@ def random_trees(generator: torch.Generator, num_rows: int, num_nodes: int, voca
     return Tree(torch.cat([tree.tokens for tree in trees]), torch.cat([tree.parents for tree in trees]), None)
 
 
+def find_depths(tree: Tree) -> torch.Tensor:
+    """The depths [B, N] of a tree's nodes; the root has depth 0."""
+    return tree.ancestors().sum(-1) - 1
+
+
 def greedy(target, proposer, stop=frozenset()) -> Decoder:
     return Decoder(target, proposer, sampling=Sampling(0.0), stop=set(stop))
 

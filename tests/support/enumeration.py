@@ -24,7 +24,7 @@ from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree
 from specdec.decoding.decoder import Decoder
 from specdec.proposers import auto, growth
-from tests.support.decoding import random_tree
+from tests.support.decoding import find_depths, random_tree
 from tests.support.targets import make_target
 
 V, DEPTH = 3, 3
@@ -139,7 +139,7 @@ def drafted(name: str, seed: int, allowed: int = V):
         return drafts(q, CHAIN_PARENTS if name == "chain" else BUSH_PARENTS, replacement=name != "without replacement")
     generator = torch.Generator().manual_seed(seed)
     tree = random_tree(generator, 8, V)
-    while tree.depths().max() > DEPTH:
+    while find_depths(tree).max() > DEPTH:
         tree = random_tree(generator, 8, V)
     tree.tokens[0, 0] = 0  # as in the other trees
     return tree, [1.0]

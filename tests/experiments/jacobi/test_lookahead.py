@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec.experiments.jacobi.proposer import Lookahead
-from tests.support.decoding import LENGTHS, NUM_NEW, check_counters, greedy, prompts_of
+from tests.support.decoding import LENGTHS, NUM_NEW, check_counters, find_depths, greedy, prompts_of
 from tests.support.targets import make_target
 
 pytestmark = pytest.mark.full
@@ -67,7 +67,7 @@ def test_drafting_does_not_change_the_answers(small, setting):
     assert {0, 1} <= set(itertools.chain(*together.accepted))  # some were refused and some accepted
     assert all(len(set(answer)) > 6 for answer in plain)
     assert max(together.drafted) <= (window + guesses) * (ngram - 1)
-    depths = [int(tree.depths().max()) for _, tree, *_ in proposer.rounds]
+    depths = [int(find_depths(tree).max()) for _, tree, *_ in proposer.rounds]
     assert max(depths) <= proposer.depth == window + ngram - 2
     for row, prompt in enumerate(prompts_of(small)[:2]):  # a row does not depend on the other rows
         _, alone = make_recorded(small, *setting, prompts=[prompt])
