@@ -1,4 +1,4 @@
-# make demo trains a head and measures it. make test runs the tests. Both set up what they need.
+# make demo shows what a head is worth. make test runs the tests. Both set up what they need.
 PYTHON ?= python3
 BIN := .venv/bin
 TARGET := targets/smollm2-135m
@@ -16,15 +16,16 @@ GPU_PROCESSES ?= 8
 GPU_OPTIONS ?=
 GPU := .venv-gpu/bin/python
 
-.PHONY: help setup demo test test-full test-engines lint engines gpu gpu-wheels gpu-test
+.PHONY: help setup demo test test-full test-engines lint site engines gpu gpu-wheels gpu-test
 
 help:
 	@echo "make setup   virtual environment in .venv, and the default target (once)"
-	@echo "make demo    train head=eagle3 with the defaults, validated by decoding; then decode it beside the shipped head"
+	@echo "make demo    a shipped head beside plain decoding, a training that follows a service, and a table (8 minutes at most)"
 	@echo "make test    the first tier of tests, in two processes (15:38 on two slow cores beside a busy process); on more cores: make test PROCESSES=8"
 	@echo "make test-full     all tests but those of engines"
 	@echo "make test-engines  exports inside vLLM and llama.cpp, after make engines"
 	@echo "make lint    ruff and mypy"
+	@echo "make site    these pages as a site with a search, in build/site"
 	@echo "make engines vLLM and llama.cpp on the CPU, in engines (once, 4 GB), for tests of exports"
 	@echo "make gpu     on a machine with CUDA, without a network: what works there and how fast (again: what is missing)"
 	@echo "make gpu-wheels  what that machine may lack, into gpu-wheels, to be copied there"
@@ -38,6 +39,7 @@ setup: $(READY)
 	  { echo "Python 3.11 or later is needed; name one: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --no-compile torch==2.13.0
+	@$(BIN)/pip uninstall --quiet --yes specdec 2>/dev/null # this distribution's former name, with the same files
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	@touch .venv/ready
 
@@ -45,7 +47,7 @@ $(TARGET)/config.json: | .venv/ready
 	$(BIN)/python scripts/get_target.py out=$(TARGET)
 
 demo: $(READY)
-	$(BIN)/python scripts/demo.py
+	@$(BIN)/python scripts/demo.py
 
 # Each process runs on one thread (tests/conftest.py). Processes take tests from one another when they have none left.
 PYTEST := $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal
@@ -53,7 +55,16 @@ PYTEST := $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal
 test: $(READY)
 	$(PYTEST) -m "not full and not engines"
 
-test-full: $(READY)
+# Packages of the site and of the notebook, which only these two targets need.
+.venv/docs: .venv/ready
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,docs]'
+	@touch .venv/docs
+
+site: .venv/docs
+	$(BIN)/python -m sphinx -q -n -W --keep-going -c docs . build/site
+	@echo "Open build/site/index.html"
+
+test-full: $(READY) .venv/docs
 	$(PYTEST) -m "not engines"
 
 test-engines: $(READY)

@@ -7,6 +7,7 @@ python train.py -m head=eagle3,mtp optimizer.lr=1e-3,2e-3    one run after the o
 import specdec.core.threads  # noqa: F401  says how threads wait, before torch is imported
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -15,11 +16,14 @@ from pathlib import Path
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from specdec import checkpoint
 from specdec.core import files, progress
+from specdec.core.closed_pipe import end_at_closed_pipe
 from specdec.core.lock import hold_lock
 from train.loop.state import RunFolder
 from train.loop.trainer import advise_resuming
@@ -33,6 +37,7 @@ from train.show import display, run_page, tracking
 
 # Seconds that other processes wait with an error, so that the main one tells it. The launcher then ends them.
 SECONDS_FOR_MAIN_PROCESS = 10
+JOBS = multirun.Multirun()
 
 
 def fit(composed: DictConfig) -> int:
@@ -71,7 +76,7 @@ def train(config: RunConfig, facts: MeasuredFacts, path: Path, *, start: str | N
         with advise_resuming():
             trainer.fit(tracker.record)
         if accelerator.is_main_process and trainer.best:
-            page = run_page.write_page(path)
+            page = run_page.write_run_page(path)
             console.say(f"report: {page}")
             tracker.log(trainer.step, "best", checkpoint.read_json(page.with_name("report.json")))
     display.print_end(console, trainer)
@@ -82,7 +87,7 @@ def run_command(composed: DictConfig) -> int | str:
     """Calls `fit`, and ends the group of processes. -> the exit status, or the sentence of an error"""
     status: int | str
     try:
-        with shorten_warnings():
+        with end_at_closed_pipe(), shorten_warnings():
             status = fit(composed)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -106,26 +111,29 @@ def main(composed: DictConfig) -> float:
     sys.exit(run_command(composed))
 
 
-if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv):
+def start(arguments: list[str]) -> None:
+    """Trains by a command line, or prints the help. Raises SystemExit with the status, or with a sentence."""
+    if {"-h", "--help"} & set(arguments):
         print(__doc__, usage.describe_usage(), sep="\n")
         sys.exit()
-    is_multirun = multirun.asks_for_multirun(sys.argv[1:])
-    if is_multirun and (refusal := multirun.refuse_launcher(sys.argv[1:])):
-        sys.exit(refusal)
-    arguments = hydra_text.expand_plan(sys.argv[1:])
-    if refusal := usage.refuse_choices(arguments):
-        sys.exit(refusal)
-    written = hydra_text.quote_arguments(arguments, multirun=is_multirun)
-    JOBS = multirun.Multirun(written)
+    is_multirun = multirun.asks_for_multirun(arguments)
+    written = hydra_text.quote_arguments(hydra_text.expand_plan(arguments), multirun=is_multirun)
+    refusal = multirun.refuse_launcher(arguments) if is_multirun else None
+    if refusal := refusal or usage.refuse_arguments(written):
+        sys.exit(f"error: {refusal}")
+    JOBS.arguments = written
     sys.argv[1:] = [*written, hydra_text.make_search_path()]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors in place of printing them
     try:
         main()
-        print(JOBS.describe_end())
-        sys.exit(1 if JOBS.failed else 0)
+    except (HydraException, OmegaConfBaseException) as error:
+        sys.exit(f"error: {usage.describe_composing_error(error)}")
     except KeyboardInterrupt:
         sys.exit(multirun.STOPPED_STATUS)
-    except SystemExit as ended:  # Hydra has said that it does not know an option, without saying which one is like it
-        if ended.code == 1 and (wrong := usage.find_unknown_option(sys.argv[1:])):
-            ended.code = wrong
-        raise
+    print(JOBS.describe_end())
+    sys.exit(1 if JOBS.failed else 0)
+
+
+if __name__ == "__main__":
+    with end_at_closed_pipe():
+        start(sys.argv[1:])

@@ -19,6 +19,7 @@ import specdec
 from specdec import loading
 from specdec.core import progress
 from specdec.core.option_types import Count, Options, Text
+from specdec.core.wording import format_count
 from specdec.options.command_types import OutputFolder, TemplateSettings
 from specdec.options.run_command import run_command
 from specdec.options.target import TokenizerOptions
@@ -68,9 +69,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     size = sum(path.stat().st_size for path in out.iterdir())
     seconds, tokenising_seconds = time.perf_counter() - start_time, tokenised_time - start_time
-    console.print(
-        f"{out}: {sum(map(len, texts)):,} tokens in {len(texts):,} texts, {size / 1e6:.1f} MB; {seconds:.0f} s, "
-        f"{tokenising_seconds:.0f} s of them for tokenising"
+    console.say(
+        f"{out}: {sum(map(len, texts)):,} tokens in {format_count(len(texts), 'text')}, {size / 1e6:.1f} MB; "
+        f"{seconds:.0f} s, {tokenising_seconds:.0f} s of them for tokenising"
     )
 
 

@@ -7,11 +7,12 @@
     specdec evaluate checkpoint=checkpoints/a batch=1,4,16,64 ignore_stop=true
 
 Prints tau (the acceptance length: tokens emitted per target pass of a round, bonus or correction token counted),
-speedup and whether answers are unchanged, with 95 % intervals over questions. Below these are the protocol that the
-figures depend on, and the acceptance length as publications count it (docs/suites.md). The folder OUT gets
-results.json, results.md, results.html, and rows.jsonl with each finished request. After Ctrl-C or a kill the same
-command continues. A proposer that holds a trained head is decoded with each of the heads. Without decoding, `specdec
-replay` has tau of a chain, and `specdec choose` predicts what pays at which load.
+speedup and whether answers are unchanged, with 95 % intervals over questions, and the protocol that the figures depend
+on. verbose=true also prints tau by category, and as publications count it; protocol= prints the latter, too
+(docs/suites.md). The folder OUT gets results.json, results.md, results.html with all of it, and rows.jsonl with each
+finished request. After Ctrl-C or a kill the same command continues. A proposer that holds a trained head is decoded
+with each of the heads. Without decoding, `specdec replay` has tau of a chain, and `specdec choose` predicts what pays
+at which load.
 """
 
 from specdec.options.command_line import read_command, split_list

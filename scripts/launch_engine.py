@@ -19,7 +19,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from specdec import loading
-from specdec.core.option_types import Text, prefix_option_names
+from specdec.core.option_types import Text, describe_unknown_choice, prefix_option_names
 from specdec.engines.launch import EngineOptions, check_interpreter, make_command, open_folder, run_server
 from specdec.options import config_files
 from specdec.options.run_command import run_command
@@ -52,7 +52,7 @@ def choose_layers(target: Target, *, heads: str, layers: str | None = None) -> l
     for name in split_list(heads):
         files = config_files.list_files("head")
         if name not in files:
-            raise ValueError(f"heads={name}: there is no head of that name. There are {', '.join(files)}.")
+            raise ValueError(describe_unknown_choice("head", name, files))
         layer_ids |= set(
             instantiate(OmegaConf.load(files[name]).drafter, target, vocab=None, _convert_="all").target_layers
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from specdec.core import progress
 from specdec.core.option_types import Options, Text
 from specdec.measuring import results
-from specdec.measuring.results_page import make_terminal_table
+from specdec.measuring.terminal_table import make_terminal_table
 from specdec.options.run_command import run_command
 from train.show import run_page
 
@@ -30,11 +30,12 @@ def main(arguments: list[str] | None = None) -> None:
     if (options.run is None) == (not options.results):
         raise ValueError("Give run=FOLDER of a training run, or results=FOLDER,FOLDER of specdec evaluate.")
     if options.run is not None:
-        return console.say(f"written: {run_page.write_page(Path(options.run))}")
+        return console.say(f"written: {run_page.write_run_page(Path(options.run))}")
     documents = results.read_all_results(split_list(options.results))
     for sentence in results.find_differences(documents):
         console.say(sentence)
-    console.print(make_terminal_table("Side by side", results.tabulate_side_by_side(documents)))
+    table = results.tabulate_side_by_side(documents)
+    console.print(make_terminal_table("Side by side", table, console.width))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import itertools
 from specdec import loading
 from specdec.core import progress
 from specdec.core.option_types import Count, Options, Text, Whole
+from specdec.core.wording import format_count
 from specdec.options.command_types import TemplateSettings
 from specdec.options.run_command import run_command
 from specdec.options.target import TokenizerOptions
@@ -41,8 +42,9 @@ def main(arguments: list[str] | None = None) -> None:
     if not rows:
         raise ValueError(f"{options.data} has no row {options.row}. Choose a smaller row=.")
     for row in rows:
-        left_out = f", {row.num_left_out} earlier answers left out" if row.num_left_out else ""
-        console.rule(f"{row.id}  {row.category}  {len(row.tokens)} tokens, {sum(row.mask)} supervised{left_out}")
+        left_out = f", {format_count(row.num_left_out, 'earlier answer')} left out" if row.num_left_out else ""
+        size = f"{format_count(len(row.tokens), 'token')}, {sum(row.mask)} supervised"
+        console.rule(f"{row.id}  {row.category}  {size}{left_out}")
         console.print(show_row(tokenizer, row))
 
 

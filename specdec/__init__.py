@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.core import threads
 
 if TYPE_CHECKING:
+    from specdec.chat import Chat
     from specdec.core.sampling import Sampling
     from specdec.decoding.decoder import Decoder
     from specdec.decoding.drafting import Drafting
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from specdec.target.model import Target
 
 __version__ = "0.1.0"
-__all__ = ["Decoder", "Drafting", "Sampling", "Speculative", "load_head", "load_target"]
+DISTRIBUTION = "specdec-drafters"  # name for pip; `specdec` on PyPI is another project
+__all__ = ["Decoder", "Drafting", "Sampling", "Speculative", "load", "load_head", "load_target"]
 
 threads.limit_spinning()
 
@@ -34,6 +36,26 @@ def __getattr__(name: str) -> Any:
     if name not in _CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_CLASSES[name]), name)
+
+
+def load(
+    checkpoint: str | Path, target: str | None = None, *, drafting: "Drafting | None" = None, **arguments: Any
+) -> "Chat":
+    """A trained head beside its target, ready to answer conversations.
+
+    target: a folder, or a name on the Hugging Face Hub; None: the one that the head was trained for
+    drafting: None: the number of drafts is chosen every round; arguments: dtype, device and others of load_target
+    Raises ValueError as load_target and load_head.
+    """
+    import specdec.checkpoint
+    from specdec import loading
+    from specdec.chat import Chat
+    from specdec.decoding.drafting import choose_proposer
+
+    folder = specdec.checkpoint.resolve(checkpoint)
+    opened = loading.open_target(load_target(loading.find_target_name(folder, target), **arguments))
+    settings, proposer = choose_proposer(opened.target, load_head(folder, opened.target), drafting)
+    return Chat(opened, proposer, settings, loading.find_trained_template([str(folder)]))
 
 
 def load_target(

@@ -116,6 +116,7 @@ def resolve(location: str | Path) -> Path:
     if not (folder / "drafter.json").exists() and (folder / BEST_FILE).is_file():
         folder = folder / BEST_FILE
     if not folder.is_file():
+        refuse_folder_of_checkpoints(folder)
         return folder
     if folder.name != BEST_FILE:
         inside = (folder.parent / "drafter.json").exists() or published.is_published(folder.parent)
@@ -123,6 +124,15 @@ def resolve(location: str | Path) -> Path:
         raise ValueError(f"{folder} is a file, and no checkpoint. {advice}.")
     with folder.open(errors="replace") as best:
         return untrusted.find_inside(folder.parent, best.read(MAX_BEST_CHARACTERS).strip())
+
+
+def refuse_folder_of_checkpoints(folder: Path) -> None:
+    """Raises ValueError for a folder that is no checkpoint, but has some inside."""
+    if (folder / "drafter.json").exists() or published.is_published(folder):
+        return
+    inside = sorted(path.parent for name in ("drafter.json", BEST_FILE) for path in folder.glob(f"*/{name}"))
+    if inside:
+        raise ValueError(f"{folder} is no checkpoint, but a folder with some: give one, such as {inside[0]}.")
 
 
 def name_checkpoint(folder: Path) -> str:

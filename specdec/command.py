@@ -7,11 +7,16 @@ accelerate launch -m specdec.command train ..
 
 import ast
 import difflib
+import platform
 import runpy
 import sys
+from importlib import metadata
 from pathlib import Path
 
-from specdec.options.config_files import HOME, IN_CLONE
+import specdec
+from specdec import DISTRIBUTION
+from specdec.core.closed_pipe import end_at_closed_pipe
+from specdec.options.config_files import HOME, IN_CLONE, PACKAGE
 
 TRAIN = "train"
 CLONE_FILES = ("data/", "targets/", "checkpoints/shipped")  # files of a clone that defaults of options name
@@ -32,7 +37,13 @@ def describe_verbs(verbs: dict[str, Path]) -> str:
     for name, path in verbs.items():
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         lines.append(f"  {name:<14} {docstring.partition(chr(10))[0]}")
-    return "\n".join([*lines, "", "specdec VERB --help lists the options of a verb."])
+    return "\n".join([*lines, "", "specdec VERB --help lists the options of a verb, specdec --version says what runs."])
+
+
+def describe_version() -> str:
+    """The text of `specdec --version`, as pip writes its own."""
+    versions = f"torch {metadata.version('torch')}, python {platform.python_version()}"
+    return f"specdec {specdec.__version__} from {PACKAGE} ({versions})"
 
 
 def make_verb_error(verb: str, verbs: dict[str, Path]) -> SystemExit:
@@ -58,25 +69,42 @@ def refuse_clone_files(error: SystemExit) -> None:
         raise SystemExit(f"{message} ({advice})") from error
 
 
+def warn_of_namesake() -> None:
+    """Prints that the distribution `specdec`, another project, is installed beside this one, where it is."""
+    try:
+        _, version = (metadata.version(name) for name in (DISTRIBUTION, "specdec"))
+    except metadata.PackageNotFoundError:
+        return
+    message = f"warning: specdec {version} and {DISTRIBUTION} are installed together and overwrite each other's files"
+    print(f"{message}: pip uninstall both, then install one.", file=sys.stderr)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs one verb. arguments: None: the command line"""
-    verb, *verb_arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    with end_at_closed_pipe():
+        start_verb(*(sys.argv[1:] if arguments is None else arguments) or ["--help"])
+
+
+def start_verb(verb: str, *verb_arguments: str) -> None:
+    """Runs a verb, or prints the help or the version."""
     verbs = find_verbs()
+    warn_of_namesake()
     if verb in ("-h", "--help", "help"):
-        print(describe_verbs(verbs))
-        return
+        return print(describe_verbs(verbs))
+    if verb in ("-V", "--version", "version"):
+        return print(describe_version())
     if not verb.startswith("-"):
         verb = verb.replace("-", "_")
     if verb not in verbs:
         raise make_verb_error(verb, verbs)
     try:
-        run_verb(verbs[verb], verb_arguments)
+        run_verb(verbs[verb], [*verb_arguments])
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         if package in ("specdec", "scripts", TRAIN):
             raise
         sentence = f"specdec {verb} needs the package {package}, which is not installed"
-        raise SystemExit(f"error: {sentence}: pip install 'specdec[train]'.") from error
+        raise SystemExit(f"error: {sentence}: pip install '{DISTRIBUTION}[train]'.") from error
     except SystemExit as error:
         refuse_clone_files(error)
         raise

@@ -34,10 +34,8 @@ from specdec.core.compile import Runner
 from specdec.core.constraint import Constraint, ConstraintSource
 from specdec.core.generation import Generation, Round
 from specdec.core.sampling import Sampling
-from specdec.decoding.drafting import Drafting
-from specdec.proposers.auto import AutoProposer
+from specdec.decoding.drafting import Drafting, choose_proposer
 from specdec.proposers.base import Proposer
-from specdec.proposers.heads import HeadProposer
 from specdec.target import attention
 from specdec.target.model import Target
 
@@ -163,10 +161,7 @@ class Speculative:
         target = _make_target(model)
         with torch.random.fork_rng(devices=[]):  # new weights draw random numbers before those of the file replace them
             drafter = checkpoint.load(folder, target)
-        drafting = self._decode or Drafting(min(2, drafter.depth or 2))
-        proposer = drafting.proposer(drafter)
-        if self._decode is None and isinstance(proposer, HeadProposer):
-            proposer = AutoProposer.make_default(target, proposer)
+        drafting, proposer = choose_proposer(target, drafter, self._decode)
         self._loaded = _LoadedDrafter(weights, model, target, drafting, proposer, drafting.runner())
         return self._loaded
 

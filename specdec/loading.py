@@ -136,7 +136,7 @@ def load_target(options: TargetOptions, *, default: str | None = None) -> OpenTa
             return open_target(target)
     except ValueError as error:
         if name == DEFAULT_TARGET and not Path(name).exists():
-            raise ValueError(f"{error} `make setup` (or python scripts/get_target.py) makes {name}.") from error
+            raise ValueError(f"{error} `make setup` (or specdec get_target) makes {name}.") from error
         raise
 
 

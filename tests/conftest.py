@@ -1,5 +1,6 @@
 """Fixtures that all tests share: tiny targets and drafters, and the same conditions on every machine."""
 
+import gc
 import os
 import resource
 import sys
@@ -10,9 +11,11 @@ import huggingface_hub
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from markupsafe import Markup
 
 from specdec.core import progress
 from specdec.core.hub import fetch_checkpoint
+from specdec.measuring import charts
 from specdec.proposers import costs
 from specdec.target.model import Target
 from tests.support.commands import ROOT, train_command, write_rows
@@ -26,6 +29,8 @@ from train.settings.hydra_text import make_search_path, quote_arguments
 NUM_THREADS = os.environ.get("TEST_THREADS", "1")
 torch.set_num_threads(int(NUM_THREADS))
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = NUM_THREADS  # for the processes that tests start
+sys.dont_write_bytecode = False  # else each process that tests start compiles thousands of modules again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 COSTS = tempfile.TemporaryDirectory(prefix="specdec-costs-")
 os.environ["SPECDEC_CACHE"] = COSTS.name  # not the user's
 costs.SECONDS = 0.05  # what is chosen does not matter to most tests
@@ -39,6 +44,19 @@ def pytest_configure(config):
         writer = config.get_terminal_writer()
         writer.fullwidth = writer.fullwidth
     os.environ["COLUMNS"] = "10000"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collects without Python's search for unused objects, which lasts as long again, and leaves what is there out of
+    each later one.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -213,7 +231,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def fit(folder, tmp_path, monkeypatch):
+def blank_charts(monkeypatch) -> None:
+    """Charts of a run's page stay empty: drawing them takes a quarter of a short run. Tests of pages replace this."""
+    monkeypatch.setattr(charts, "_draw_figure", lambda *_, **__: Markup("<figure></figure>"))
+
+
+@pytest.fixture
+def fit(folder, tmp_path, monkeypatch, blank_charts):
     """fit(run, "key=value", ...): trains a short run in a new working directory -> exit status"""
     monkeypatch.chdir(tmp_path)
 

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import specdec
 from benchmarks import common
 from specdec import command
 from specdec.core import extensions
@@ -33,6 +34,7 @@ from specdec.target.model import Target
 from specdec.text.conversations import Row
 from tests.support.commands import ROOT, find_model
 from train.data.batches import collate
+from train.settings import hydra_text, usage
 
 # Guides: their commands must work at this commit
 GUIDES = [ROOT / "README.md", ROOT / "RESULTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -118,6 +120,11 @@ def test_the_documentation_is_short_and_every_page_is_listed():
     assert sum(count for path, count in lines.items() if path.parent == ROOT / "docs") <= 2200
     listed_pages = set(LINK.findall((ROOT / "docs" / "README.md").read_text()))
     assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed_pages
+
+
+def test_pages_install_this_distribution_and_not_its_namesake():
+    lines = "\n".join(line for path in GUIDES for line in lines_of_code(path))
+    assert set(re.findall(r"^pip install .*?\b(specdec[\w-]*)", lines, re.MULTILINE)) == {specdec.DISTRIBUTION}
 
 
 # Commands
@@ -229,6 +236,15 @@ def test_commands_of_training_compose(command, tmp_path):
     except (HydraException, OmegaConfBaseException) as error:
         pytest.fail(f"{command}: {error}")
     check_files(overrides)
+
+
+@pytest.mark.parametrize(
+    "command", listed(lambda command: "train.py head=" in command and "head=linear" not in command)
+)
+def test_no_command_of_training_is_refused(command):
+    words = shlex.split(command.partition("train.py ")[2], comments=True)
+    words = hydra_text.expand_plan([word for word in words if not word.endswith(("...", "=NAME"))])
+    assert not words or usage.refuse_arguments(hydra_text.quote_arguments(words)) is None
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=name_of)

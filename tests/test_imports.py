@@ -24,12 +24,13 @@ CORE = [
     "checkpoint",
     "options",
     "loading",
+    "chat",
     "measuring",
     "hf",
     "command",
 ]
 TRAIN = ["settings", "processes", "data", "features", "objective", "show", "loop", "prepare"]
-TOOLS = ["grammar", "suites", "server", "judge", "choose", "adapt"]
+TOOLS = ["grammar", "suites", "server", "judge", "choose", "adapt", "demo"]
 CONFIGURATION = {"hydra", "omegaconf", "accelerate"}  # libraries of training, which the core does not import
 EXPERIMENTS = [path for path in sorted((ROOT / "specdec" / "experiments").iterdir()) if (path / "__init__.py").exists()]
 FILES = sorted((ROOT / "specdec").rglob("*.py")) + sorted((ROOT / "train").rglob("*.py"))
@@ -57,7 +58,7 @@ def rank(module: str) -> int:
     entry, _, subpackage = rest.partition(".")
     if part == "train":
         return 200 + TRAIN.index(entry) if entry else -1
-    if part != "specdec" or entry in ("", "__version__"):
+    if part != "specdec" or entry in ("", "DISTRIBUTION", "__version__"):
         return -1
     if entry == "experiments":
         return 300

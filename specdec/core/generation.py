@@ -31,6 +31,22 @@ class Generation:
     compile_seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))  # `seconds` by stage
 
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens that a round emitted, on average (tau); None without a round."""
+        num_rounds = sum(map(len, self.accepted))
+        return self._num_emitted / num_rounds if num_rounds else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Measured speed of the rounds, without the prompt's pass and compiling; None without a round."""
+        return self._num_emitted / self.seconds if self.seconds else None
+
+    @property
+    def _num_emitted(self) -> int:
+        """Number of tokens of all rounds."""
+        return sum(len(tokens) - 1 for tokens in self.tokens)
+
     def add_times(self, cost: "RoundCost", share: float = 1.0) -> None:
         """Adds a share of a round's times."""
         self.seconds += cost.seconds * share

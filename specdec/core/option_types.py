@@ -186,6 +186,13 @@ def describe_unknown(name: str, names: Collection[str]) -> str:
     return f"There is no option {name!r}.{guess} See --help."
 
 
+def describe_unknown_choice(option: str, name: str, choices: Collection[str]) -> str:
+    """The sentence for a value of an option, such as head, that is none of the choices"""
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    guess = f" Did you mean {option}={close[0]}?" if close else ""
+    return f"There is no {option}={name}.{guess} There are: {', '.join(choices)}."
+
+
 def describe_bounds(field: FieldInfo | None, value: Any = None) -> str:
     """The possible values of an option.
 

@@ -10,9 +10,11 @@ main one shows something. Results go to stdout through `Results`, apart from the
 """
 
 import contextlib
+import functools
 import os
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, TypeVar
@@ -27,7 +29,7 @@ MODES = ("auto", "rich", "plain", "quiet")
 VARIABLE = "SPECDEC_PROGRESS"
 HELP = "of long work: auto, rich (redrawn on the terminal), plain (lines for a log) or quiet (results only)"
 SECONDS_BETWEEN_LINES = 30  # between lines of a task, in mode plain
-WIDTH = 200  # characters of tables in files and pipes, unless COLUMNS is set
+WIDTH = 100  # characters of tables in files and pipes, unless COLUMNS is set
 SHOW_CURSOR = b"\x1b[?25h\n"
 
 _mode = "plain"  # before `choose_mode`
@@ -48,7 +50,7 @@ class Task:
         self.num_done = self.num_before = num_done
         self.num_tokens = 0
         self.figures = ""
-        self.start_time = self.last_line_time = time.perf_counter()
+        self.start_time = self.last_line_time = self.update_time = time.perf_counter()
         self.prints = prints
         self.row: tuple[Progress, TaskID] | None = None  # its redrawn line, in mode rich
 
@@ -56,18 +58,30 @@ class Task:
     def seconds(self) -> float:
         return time.perf_counter() - self.start_time
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds that the other units take at the pace of those that are done; None before the first, or the total."""
+        num_new = self.num_done - self.num_before
+        if self.total is None or num_new <= 0:
+            return None
+        end_time = self.update_time + (self.update_time - self.start_time) / num_new * (self.total - self.num_done)
+        return max(0.0, end_time - time.perf_counter())
+
     def advance(self, num: int = 1, *, num_tokens: int = 0) -> None:
         """Adds `num` units, and the tokens in them for work whose rate is in tokens/s."""
         self.update(self.num_done + num, num_tokens=self.num_tokens + num_tokens)
 
     def update(self, num_done: int, *, num_tokens: int = 0, figures: str = "") -> None:
         """num_done, num_tokens: present totals; figures: text in place of rate and time left"""
+        is_first = self.num_done == self.num_before
         self.num_done = num_done
         self.num_tokens = num_tokens
         self.figures = figures
+        self.update_time = time.perf_counter()
+        is_first_of_long_work = is_first and (self.seconds_left or 0) >= SECONDS_BETWEEN_LINES
         if self.row is not None and self.row[1] in self.row[0].task_ids:
             self.row[0].update(self.row[1], completed=num_done)
-        elif time.perf_counter() - self.last_line_time >= SECONDS_BETWEEN_LINES:
+        elif self.update_time - self.last_line_time >= SECONDS_BETWEEN_LINES or is_first_of_long_work:
             self.print_line(str(self))
 
     def print_line(self, text: str) -> None:
@@ -82,9 +96,8 @@ class Task:
         if self.figures:
             return f"{count}  {self.figures}"
         time_left = ""
-        if rate and self.total is not None:
-            pace = self.seconds / (self.num_done - self.num_before)
-            time_left = f"{format_duration(pace * (self.total - self.num_done))} left"
+        if self.seconds_left is not None:
+            time_left = f"{format_duration(self.seconds_left)} left"
         elif not rate and self.total is None:
             time_left = format_duration(self.seconds)
         return ", ".join(filter(None, (count, rate, time_left)))
@@ -99,9 +112,11 @@ class Task:
         """-> units so far (empty without a unit), and the rate (empty before the first one)"""
         num_new = self.num_done - self.num_before
         total = "" if self.total is None else f"/{self.total:,}"
-        count = f"{self.num_done:,}{total} {self.unit}" if self.unit else ""
+        is_one = self.total == 1 or (self.total is None and self.num_done == 1)
+        noun = self.unit.removesuffix("s") if is_one else self.unit
+        count = f"{self.num_done:,}{total} {noun}" if noun else ""
         num, unit = (self.num_tokens, "tokens") if self.num_tokens else (num_new, self.unit)
-        rate = num / max(self.seconds, 1e-9)
+        rate = num / max(self.update_time - self.start_time, 1e-9)
         text = f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s"
         return count, text if num_new > 0 else ""
 
@@ -213,7 +228,7 @@ def track_items(
 
 
 class Results(rich.console.Console):
-    """A console for results, on stdout, of the main process. Only tables on a terminal are fitted to its width."""
+    """A console for results, on stdout, of the main process."""
 
     def __init__(self) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, quiet=not _main)  # names may look like markup
@@ -221,18 +236,24 @@ class Results(rich.console.Console):
             self.width = WIDTH
 
     def print(self, *objects: Any, **settings: Any) -> None:
-        """Prints while nothing is redrawn."""
-        fitted = self.is_terminal and any(isinstance(item, rich.table.Table) for item in objects)
+        """Prints while nothing is redrawn. Lines stay as they are, so that commands in them can be copied."""
         redrawn = _live is not None and _live.live.is_started
         if _live is not None and redrawn:
             _live.stop()
-        super().print(*objects, **{"soft_wrap": not fitted, **settings})
+        super().print(*objects, **{"soft_wrap": True, **settings})
         if _live is not None and redrawn:
             _live.start()
 
     def say(self, text: str) -> None:
-        """Prints a sentence as it is."""
+        """Prints sentences, broken between words at the width of a terminal; elsewhere a line stays one line."""
+        if self.is_terminal:
+            wrap = functools.partial(textwrap.fill, width=self.width, break_long_words=False, break_on_hyphens=False)
+            text = "\n".join(map(wrap, text.split("\n")))
         self.print(text)
+
+    def on_broken_pipe(self) -> None:
+        """Raises the BrokenPipeError that rich has caught (`closed_pipe`)."""
+        raise
 
 
 def print_note(text: str) -> None:

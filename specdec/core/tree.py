@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specdec.core import masks
 from specdec.core.devices import upload_values
+from specdec.core.wording import format_count
 
 Nodes = list[tuple[int, int]]  # (token, parent) of nodes 1, 2, .. of a row; the root is node 0
 
@@ -122,7 +123,7 @@ class TreeShape:
     def __str__(self) -> str:
         if self.chain:
             return f"chain of {self.depth}"
-        return f"tree of depth {self.depth}, width {self.width}, {self.nodes} nodes"
+        return f"tree of depth {self.depth}, width {self.width}, {format_count(self.nodes, 'node')}"
 
 
 def make_root(tokens: Tensor) -> Tree:

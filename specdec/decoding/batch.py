@@ -451,7 +451,7 @@ class Batch:
         A finished row commits nothing: else its text would outgrow the target's positions.
         """
         path, following, num_kept, _, counts = accepted
-        if not tree.linear:
+        if not tree.linear and max(counts) > 1:  # the root is in its place
             self.cache.keep_path(path)
         if not all(is_running):
             num_kept = num_kept * upload_values(is_running, num_kept.device)

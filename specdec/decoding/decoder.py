@@ -13,6 +13,7 @@ from specdec.core.compile import Runner
 from specdec.core.constraint import Constraint
 from specdec.core.generation import Ends, Generation, Round
 from specdec.core.sampling import Sampling
+from specdec.core.wording import format_count
 from specdec.decoding import fastest
 from specdec.decoding.batch import Batch, Request
 from specdec.proposers.base import Proposer
@@ -222,8 +223,9 @@ class Decoder:
         longest = max(len(prompt) for prompt in prompts)
         if limit is not None and longest + max_new_tokens + depth > limit:
             raise ValueError(
-                f"A prompt of {longest} tokens, {max_new_tokens} new ones and {depth} drafts exceed the target's "
-                f"{limit} positions: shorten the prompt or lower max_new_tokens=."
+                f"A prompt of {format_count(longest, 'token')}, {max_new_tokens} new ones and "
+                f"{format_count(depth, 'draft')} exceed the target's {limit:,} positions: shorten the prompt or "
+                "lower max_new_tokens=."
             )
         boundary = self.target.rotary_boundary
         if boundary is not None and min(map(len, prompts)) <= boundary < longest + max_new_tokens + depth:

@@ -8,6 +8,7 @@ from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
 from specdec.heads.base import Drafter, Head
+from specdec.proposers.auto import AutoProposer
 from specdec.proposers.base import Proposer
 from specdec.proposers.growth import Children, check_children
 from specdec.proposers.heads import HeadProposer
@@ -67,3 +68,12 @@ class Drafting:
             return False
         exact = sampling.greedy or self.rule == "token"
         return self.shape.chain and sampling.kind != "cut" and exact
+
+
+def choose_proposer(target: Target, head: Head, drafting: Drafting | None) -> tuple[Drafting, Proposer]:
+    """The settings and the proposer of a trained head. drafting: None: the number of drafts is chosen every round"""
+    settings = drafting or Drafting(min(2, head.depth or 2))
+    proposer = settings.proposer(head)
+    if drafting is None and isinstance(proposer, HeadProposer):
+        proposer = AutoProposer.make_default(target, proposer)
+    return settings, proposer

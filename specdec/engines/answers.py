@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from specdec.core.answer_text import REPLACEMENT, TextDecoder
+from specdec.core.wording import format_count
 from specdec.engines.client import LLAMA_CPP, BadAnswer, EngineClient, Refused, find_fingerprint
 from specdec.engines.hidden_states import discard_states
 from specdec.text import chat_template
@@ -156,7 +157,10 @@ class AnswerServer:
                 f"target's stop tokens {sorted(settings.stop)}"
             )
         if not ended and len(tokens) != settings.max_new_tokens:
-            raise BadAnswer(f"the answer to {job.id} was cut after {len(tokens)} tokens, not {settings.max_new_tokens}")
+            raise BadAnswer(
+                f"the answer to {job.id} was cut after {format_count(len(tokens), 'token')}, not "
+                f"{settings.max_new_tokens}"
+            )
         return make_answer(self.tokenizer, tokens, settings.stop, job.context)
 
     # What the servers are

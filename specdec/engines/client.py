@@ -32,9 +32,7 @@ LONGEST_PAUSE = 10.0  # seconds between two tries, at most
 LONGEST_WAIT = 60.0  # seconds that a server may ask for with Retry-After, at most
 CONNECT_SECONDS = 10.0  # seconds until a connection counts as failed
 IDLE_SECONDS = 2.0  # seconds for which an idle connection is kept: servers close theirs after five
-START = (
-    "Start one with python scripts/launch_engine.py, or give the URL of one that runs, such as http://localhost:8000."
-)
+START = "Start one with specdec launch_engine, or give the URL of one that runs, such as http://localhost:8000."
 
 
 class BadAnswer(ValueError):

@@ -23,7 +23,7 @@ from specdec.target.model import Target, TargetOutput
 
 # Standard deviations of the logits by which the engine's token may fall short of the best one here: it rounds otherwise
 MAX_SHORTFALL = 0.25
-RESTART = "Start it again with python scripts/launch_engine.py"
+RESTART = "Start it again with specdec launch_engine"
 
 
 class EngineTarget:

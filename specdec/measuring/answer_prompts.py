@@ -15,6 +15,7 @@ from specdec.core.compile import Runner
 from specdec.core.option_types import BatchSize, Count, Options, PositiveShare, Seed, Text, prefix_option_names
 from specdec.core.resumable import Resumable, digest_bytes, open_resumable
 from specdec.core.sampling import Sampling
+from specdec.core.wording import format_count
 from specdec.engines.answers import AnswerJob, AnswerServer, AnswerSettings, list_jobs, make_row
 from specdec.engines.client import EngineClient
 from specdec.measuring.answers import OwnDecoder
@@ -160,7 +161,7 @@ def write_missing_answers(options: AnswerOptions, console: rich.console.Console)
         )
         missing = [job for job in jobs if job.id not in finished]
         progress.print_note(
-            f"{len(jobs)} answers to write, {len(jobs) - len(missing)} of them are in {options.out} already."
+            f"{format_count(len(jobs), 'answer')} to write, {len(jobs) - len(missing)} in {options.out} already."
         )
         if missing:
             settings = AnswerSettings(frozenset(stop), options.max_new_tokens, options.decode.top_p, options.seed)
@@ -185,7 +186,6 @@ def append_answers(
             ends.update(answer.finish for _, answer in group)
             ends.update("empty" for _, answer in group if not answer.text.strip())
             task.advance(len(group), num_tokens=sum(len(answer.tokens) for _, answer in group))
-    return (
-        f"{task.num_done} answers written, {task.num_tokens} tokens in {task.seconds:.0f} s; "
-        f"{ends['length']} were cut at {writer.settings.max_new_tokens} tokens, {ends['empty']} are empty"
-    )
+    size = f"{format_count(task.num_done, 'answer')} written, {format_count(task.num_tokens, 'token')}"
+    cut = f"{ends['length']} cut at {format_count(writer.settings.max_new_tokens, 'token')}"
+    return f"{size} in {task.seconds:.0f} s; {cut}, {ends['empty']} empty"

@@ -18,6 +18,7 @@ from specdec.core.option_types import Text
 from specdec.core.resumable import Resumable, digest_folder, open_resumable
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
+from specdec.core.wording import format_count
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.loading import OpenTarget
@@ -36,7 +37,7 @@ from specdec.target.model import Target
 from specdec.text.conversations import Prompt
 
 TURN_STRIDE = 10**6  # distance of the numbers of a question's turns; more than any number of questions
-FREE_OPTIONS = ("out", "batch", "predicted", "accept_licence", "proposer_settings")  # options that change no row
+FREE_OPTIONS = ("batch", "predicted", "proposer_settings")  # options that change no row
 Prediction = tuple[float, float, float, bool]  # speedup, low, high, extrapolated or not
 # (drafter, shape, requests at once, context in tokens) -> predicted speedup; None: without a prediction
 PredictSpeedup = Callable[[str, str, int, float | None], Prediction | None]
@@ -103,14 +104,16 @@ def evaluate(options: EvaluateOptions, question_set: QuestionSet, predict: Predi
         record.check_inputs(comparison.opened.target.identity)
         num_requests = sum(len(comparison.list_numbers(batch)) for batch in comparison.batches)
         num_expected = num_requests * len(comparison.samplings)
-        progress.print_note(f"{len(record.rows)} of {num_expected} requests x temperatures x batch sizes are in {out}")
+        progress.print_note(f"{out} has {len(record.rows)} of {format_count(num_expected, 'measured request')}")
         for batch, sampling in itertools.product(comparison.batches, comparison.samplings):
             decode_missing(comparison, replace(comparison.base_settings, batch=batch, sampling=sampling), record)
         entries = list[Entry]()
         for sampling, batch in itertools.product(comparison.samplings, comparison.batches):
             entries += make_entries(comparison, sampling, batch, record.rows, predict, notes)
     reference = comparison.methods[0].name
-    write_results(Measurement(comparison.settings, question_set, entries, notes, reference), out, console)
+    pages = results.list_pages(comparison.head_folders, prediction=options.predicted)
+    measurement = Measurement(comparison.settings, question_set, entries, notes, reference, pages=pages)
+    write_results(measurement, out, console, verbose=options.verbose)
 
 
 def prepare_comparison(options: EvaluateOptions, question_set: QuestionSet) -> Comparison:
@@ -332,7 +335,9 @@ def make_entries(
     finished_rows = [row_of_number[number] for number in numbers if number in row_of_number]
     if len(finished_rows) < len(numbers):
         missing = len(numbers) - len(finished_rows)
-        notes.append(f"T={sampling.temperature:g}, batch {batch}: {missing} later turns did not fit: left out")
+        notes.append(
+            f"T={sampling.temperature:g}, batch {batch}: {format_count(missing, 'later turn')} did not fit: left out"
+        )
     results_by_method = {method.name: decode_results(finished_rows, method) for method in comparison.methods}
     reference = results_by_method[comparison.methods[0].name]
     context = statistics.mean(len(result.prompt.tokens) + len(result.plain.tokens[0]) / 2 for result in reference)

@@ -8,7 +8,8 @@ from pydantic import model_validator
 
 from specdec import loading
 from specdec.core import progress
-from specdec.core.option_types import Text, raise_first
+from specdec.core.option_types import Text, describe_unknown_choice, raise_first
+from specdec.core.wording import format_count
 from specdec.export.engines import FORMATS, ExportForm, make_form
 from specdec.heads.base import Drafter, Head
 from specdec.heads.medusa import Medusa2
@@ -43,7 +44,7 @@ class ExportOptions(ShareOptions):
 def export_checkpoint(options: ExportOptions) -> None:
     """Writes the folder of an export, and prints how engines serve it. Raises ValueError for what cannot be."""
     if options.format not in FORMATS:
-        raise ValueError(f"There is no format {options.format!r}; there are: {', '.join(FORMATS)}.")
+        raise ValueError(describe_unknown_choice("format", options.format, FORMATS))
     out = Path(str(options.out))
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
@@ -62,7 +63,8 @@ def export_checkpoint(options: ExportOptions) -> None:
     if options.num_drafts not in (None, num_drafts):
         reason = "a block is drafted whole" if form.whole_block else "it has no more steps"
         raise ValueError(
-            f"num_drafts={options.num_drafts}: this drafter drafts {num_drafts} tokens per round, because {reason}."
+            f"num_drafts={options.num_drafts}: this drafter drafts {format_count(num_drafts, 'token')} per round, "
+            f"because {reason}."
         )
     with progress.start_task("writing the tensors"):
         size = write_export(form, out, dtype=DTYPES[options.target.dtype_here], provenance=provenance)
@@ -89,7 +91,7 @@ def merge_target(options: ExportOptions, loaded: loading.LoadedHead) -> Drafter 
 def print_launch_lines(form: ExportForm, target: str, out: str, num_drafts: int) -> None:
     """Prints how engines serve an export: launch lines, the configuration, notes. target: its name"""
     for engine, line in form.launch_lines(target=target, out=out, num=num_drafts).items():
-        print(f"\n{engine}, {num_drafts} drafts a round:\n{line}")
+        print(f"\n{engine}, {format_count(num_drafts, 'draft')} a round:\n{line}")
     if form.settings:
         print(f"\nas a configuration: {json.dumps(form.engine_settings(out, num_drafts))}")
     if form.notes:

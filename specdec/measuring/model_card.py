@@ -9,6 +9,7 @@ from specdec import checkpoint, loading
 from specdec.core import hub
 from specdec.core.option_types import Options, SmallCount, Text
 from specdec.core.untrusted import read_json
+from specdec.core.wording import format_count
 from specdec.export.engines import ExportForm
 from specdec.export.folder import write_folder
 from specdec.measuring.page import render_template
@@ -177,12 +178,13 @@ def write_expectations(provenance: Provenance) -> str:
         is_replayed = report.num_prompts < (report.replayed_prompts or 0)  # validation had time to decode some only
         num, tau, interval = replayed if is_replayed else decoded
         assert tau is not None and interval is not None
-        setting = f"{num} prompts, temperature {report.temperature:g}, {_name_shape(report)}"
+        setting = f"{format_count(num or 0, 'prompt')}, temperature {report.temperature:g}, {_name_shape(report)}"
         setting += ", by replay" * is_replayed
         lines.append(f"| specdec, validation | {setting} | {tau:.2f} ({interval[0]:.2f} .. {interval[1]:.2f}) |")
     for engine, entry in served_figures.items():
         num, prompts, tau, served_tau = (entry[key] for key in ("num_prompts", "prompts", "tau", "served_tau"))
-        setting = f"{num} prompts of {prompts}, temperature 0, chain of {entry['num_drafts']}, {entry['dtype']}"
+        setting = f"{format_count(num, 'prompt')} of {prompts}, temperature 0, chain of {entry['num_drafts']}"
+        setting += f", {entry['dtype']}"
         lines.append(f"| specdec, as served | {setting} | {tau:.3f} |")
         lines.append(f"| {engine} | the same | {served_tau:.3f} ({100 * (served_tau / tau - 1):+.1f} %) |")
     if len(lines) == 1:

@@ -1,4 +1,4 @@
-// Tables are sorted by a column when its head is clicked. Everything else on the page needs no script.
+// Tables are sorted by a column when its head is clicked, and commands are copied. All else needs no script.
 "use strict";
 
 const SCALES = {K: 1e3, M: 1e6};
@@ -26,4 +26,15 @@ for (const table of document.querySelectorAll("table")) {
       table.tBodies[0].append(...rows);
     });
   });
+}
+
+// Each command gets a button that copies it. The text stays selected, so keys copy it where a page may not.
+for (const place of document.querySelectorAll(".command")) {
+  const button = document.createElement("button");
+  button.textContent = "Copy";
+  button.addEventListener("click", () => {
+    getSelection().selectAllChildren(place.querySelector("pre"));
+    button.textContent = document.execCommand("copy") ? "Copied" : "Ctrl+C copies";
+  });
+  place.append(button);
 }

@@ -40,6 +40,7 @@ class MeasureOptions(QuestionOptions):
     max_new_tokens: Annotated[Count, MEMORY]
     ignore_stop: bool
     seed: Seed
+    verbose: bool
     target: TargetOptions
 
 

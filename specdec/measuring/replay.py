@@ -151,8 +151,6 @@ def warn_of_writers(writers: Iterable[str | None], target: Target) -> None:
 
 # The verb
 
-FREE_OPTIONS = ("out",)  # options that are not recorded, as they change no figure
-
 
 class ReplayDecodeOptions(Options):
     temperature: NonNegative
@@ -168,6 +166,7 @@ class ReplayOptions(Options):
     hold_out: Whole | None
     length: Annotated[Count, MEMORY]
     seed: Seed
+    verbose: bool
     out: OutputFolder
     target: TargetOptions
     decode: ReplayDecodeOptions
@@ -196,12 +195,13 @@ def replay_heads(options: ReplayOptions, console: progress.Results) -> None:
         question_set, opened.tokenizer, temperature=sampling.temperature, length=options.length
     )
     settings = {
-        **results.describe_options(options, free_options=FREE_OPTIONS),
+        **results.describe_options(options),
         **question_set.describe(opened.tokenizer),
         "checkpoint": describe_weights(heads),
         **loading.describe_target(opened.target),
     }
-    notes = question_set.list_notes(find_head_folders(heads))
+    folders_by_name = find_head_folders(heads)
+    notes = question_set.list_notes(folders_by_name)
     entries, reference = list[Entry](), list[PromptCounts]()
     for head in heads:
         replays = replay_head(head, texts, options.decode.depth)
@@ -210,7 +210,9 @@ def replay_heads(options: ReplayOptions, console: progress.Results) -> None:
         difference = measure_tau_difference(counts, reference, seed=options.seed)
         entry = make_entry(head, prompts, replays, sampling, options.seed)
         entries.append(replace(entry, difference=difference))
-    write_results(Measurement(settings, question_set, entries, notes, entries[0].method), Path(options.out), console)
+    pages, reference_name = results.list_pages(folders_by_name), entries[0].method
+    measurement = Measurement(settings, question_set, entries, notes, reference_name, pages=pages)
+    write_results(measurement, Path(options.out), console, verbose=options.verbose)
 
 
 def replay_head(head: ComparedHead, texts: list[AnsweredPrompt], depth: int) -> list[replay.Replay]:

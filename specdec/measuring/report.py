@@ -15,12 +15,14 @@ from typing import Any, Literal
 
 import torch
 
+from specdec.core.answer_text import TextDecoder, TextStream
 from specdec.core.generation import STAGES, count_rounds_reaching
 from specdec.core.untrusted import read_json
 from specdec.measuring.measure import PromptReplay, PromptResult
 from specdec.text.conversations import Prompt
 
 TAU = "tokens emitted per target pass of a round, bonus or correction token counted; the prompt's own pass is no round"
+NUM_SAMPLES = 3  # answers whose text a report keeps, for its page
 RESAMPLES = 1000  # draws of a bootstrap; their own error of a bound is then about 2 % of the interval's width
 
 
@@ -76,6 +78,7 @@ class Report:
     differences: list[dict] = field(default_factory=list)  # greedy answers unlike plain decoding's: prompt, token, gap
     by_tag: dict[str, "Report"] = field(default_factory=dict)  # reports by the tags of the rows of prompts
     by_prompt: list[dict] = field(default_factory=list)  # `count_prompts` of a validation
+    samples: list[dict] = field(default_factory=list)  # `write_samples` of a validation that decoded
     fast: dict | None = None  # fast paths of a GPU: used, or the reason why not
     user_tokens_per_second: float | None = None  # median over answers; the rest of the batch costs them time, too
     baseline_user_tokens_per_second: float | None = None
@@ -220,6 +223,19 @@ def count_prompts(results: Sequence[PromptResult | PromptReplay]) -> list[dict]:
     return counts
 
 
+def write_samples(results: Sequence[PromptResult], decoder: TextDecoder) -> list[dict]:
+    """Texts of the first NUM_SAMPLES answers: {prompt: text, pieces: (text, place of the draft in its round or 0)}."""
+    samples = []
+    for result in results[:NUM_SAMPLES]:
+        (tokens,), (accepted,) = result.drafted.tokens, result.drafted.accepted
+        stream, places = TextStream(decoder, ()), [0]
+        for num in accepted:
+            places += [*range(1, num + 1), 0]
+        pieces = [(stream.add(token), place) for token, place in zip(tokens, places)]
+        samples.append({"prompt": decoder.text(result.prompt.tokens), "pieces": [*pieces, (stream.end(), 0)]})
+    return samples
+
+
 def make_undecoded_report(temperature: float) -> Report:
     """The report of a validation without decoding, before `add_replays`."""
     return Report(temperature, num_prompts=0, num_rounds=0)
@@ -290,7 +306,8 @@ def describe_losslessness(report: Report) -> str:
     assert report.identical_outputs is not None
     num = round(report.identical_outputs * report.num_prompts)
     if num == report.num_prompts:
-        return f"lossless: all {num} answers equal plain decoding{adapted}"
+        subject = f"all {num} answers equal" if num > 1 else "the answer equals"
+        return f"lossless: {subject} plain decoding{adapted}"
     return (
         f"{num} of {report.num_prompts} answers equal plain decoding; where they differ, the target's two best logits "
         f"are at most {report.largest_gap_at_difference:.3g} apart (rounding, if that is small for the dtype){adapted}"

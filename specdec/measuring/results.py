@@ -7,15 +7,18 @@ from typing import Any
 
 from specdec import checkpoint
 from specdec.core.option_types import Options
+from specdec.core.wording import format_count
 from specdec.measuring.counting import SPECDEC, AnswerCounts, Counting
-from specdec.measuring.page import Section, Table, format_figure, replace_non_finite
+from specdec.measuring.page import Section, Table, Verdict, format_figure, replace_non_finite
 from specdec.measuring.questions import QuestionSet
 from specdec.measuring.report import TAU, Report
 from specdec.text.messages import describe_arguments
 
 FORM = 1  # version of results.json
 RESULTS_FILE = "results.json"
+PAGE = "results.html"
 MADE_BY = "The folder that evaluate, replay, judge or choose writes has it, so run that command again"
+UNRECORDED = ("out", "verbose", "accept_licence")  # options that change no figure of any verb
 ADVICE = "Choose another out=FOLDER."  # end of the sentence for a folder with results of other settings
 
 
@@ -61,7 +64,9 @@ class Measurement:
     notes: Sequence[str]
     reference: str | None = None  # method from whose tau the differences are taken
     title: str = ""
+    verdicts: Sequence[Verdict] = ()  # in place of those on the speedups of entries
     sections: Sequence[Section] = ()  # further sections of the page, shown before the tables
+    pages: Mapping[str, Path] = field(default_factory=dict)  # pages to link, by title, if they exist
     extra: dict[str, Any] = field(default_factory=dict)  # further keys of results.json, such as `choice` and `server`
 
     @property
@@ -95,15 +100,24 @@ class Measurement:
         return replace_non_finite(document | self.extra)
 
 
-def describe_options(options: Options, *, free_options: Container[str]) -> dict[str, Any]:
-    """A verb's options as a dictionary for JSON. free_options: names that are left out, as they change no row"""
-    return {name: value for name, value in options.model_dump().items() if name not in free_options}
+def list_pages(heads: Mapping[str, Path], **folders: str | None) -> dict[str, Path]:
+    """The pages of runs and of earlier results, by title. heads: folders of heads; folders: of results, or None"""
+    pages = {f"run of {name}": folder / "report.html" for name, folder in heads.items()}
+    return pages | {name: Path(folder) / PAGE for name, folder in folders.items() if folder}
+
+
+def describe_options(options: Options, *, free_options: Container[str] = ()) -> dict[str, Any]:
+    """A verb's options for JSON, without UNRECORDED. free_options: further ones that are left out"""
+    recorded = {name: value for name, value in options.model_dump().items() if name not in UNRECORDED}
+    return {name: value for name, value in recorded.items() if name not in free_options}
 
 
 def describe_protocol(settings: Mapping[str, Any]) -> str:
     """A sentence with all that figures depend on. settings: the settings in results.json"""
     suite, protocol, decode = settings["suite"], settings["protocol"], settings["decode"]
-    clauses = [f"{settings['num_questions']} questions of {suite['title'] if suite else settings['prompts']}"]
+    clauses = [
+        f"{format_count(settings['num_questions'], 'question')} of {suite['title'] if suite else settings['prompts']}"
+    ]
     if protocol:
         clauses.append(f"protocol {protocol['name']} ({protocol['title']})")
     fingerprint, dtype = settings.get("fingerprint"), settings.get("dtype")
@@ -113,7 +127,7 @@ def describe_protocol(settings: Mapping[str, Any]) -> str:
     clauses += [settings["chat"], describe_arguments(settings["template"]), *_describe_decoding(decode)]
     clauses.append(f"seed {settings['seed']}")
     if "max_new_tokens" in settings:
-        clauses.append(f"at most {settings['max_new_tokens']} new tokens")
+        clauses.append(f"at most {format_count(settings['max_new_tokens'], 'new token')}")
     if settings.get("ignore_stop"):
         clauses.append("answers go on behind stop tokens")
     if settings["stop_texts"]:
@@ -211,4 +225,10 @@ def tabulate_side_by_side(documents: Mapping[str, dict]) -> Table:
             figures = [format_figure(entry.get(name), entry.get(f"{name}_ci")) for name in ("tau", "speedup")]
             rate = format_figure(entry.get("tokens_per_second"), digits=1)
             rows.append([folder, entry["method"], f"{entry['temperature']:g}", str(entry["batch"]), *figures, rate])
-    return Table(["results", "method", "T", "batch", "tau", "speedup", "tokens/s"], rows)
+    heads = ["results", "method", "T", "batch", "tau", "speedup", "tokens/s"]
+    varied = {head for head, cells in zip(heads, zip(*rows)) if len(set(cells)) > 1}
+    columns = [column for column, head in enumerate(heads) if head not in ("T", "batch") or head in varied]
+    lines = []
+    for row in rows:
+        lines.append([row[column] for column in columns])
+    return Table([heads[column] for column in columns], lines)

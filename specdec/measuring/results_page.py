@@ -1,50 +1,51 @@
 """Results of a measurement as tables, charts and sentences, on a terminal, in Markdown and on a page."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
-import rich.table
 from markupsafe import Markup
 
 from specdec.core import files, progress
-from specdec.measuring.charts import ChartCurve, chart_lines, format_number
+from specdec.measuring.certainty import Gain, rate_gains
+from specdec.measuring.charts import ChartCurve, chart_intervals, chart_lines, format_number
 from specdec.measuring.counting import join_equal
-from specdec.measuring.page import Section, Table, format_figure, render_page
+from specdec.measuring.page import Section, Table, Verdict, format_figure, write_page
 from specdec.measuring.report import Training, describe_losslessness, format_by_depth
-from specdec.measuring.results import RESULTS_FILE, Entry, Measurement
+from specdec.measuring.results import PAGE, RESULTS_FILE, Entry, Measurement
+from specdec.measuring.terminal_table import make_terminal_table
 
-# Beginnings of the heads of columns that a terminal leaves out, as it has no room for them
-WIDE_COLUMNS = ("tau, best", "speedup, captured", "draft, ms", "verify, ms", "tokens trained on")
+COUNTINGS = "The same rounds as others count them"  # heading of a table
+NO_SPEED = (
+    "Not known: no speedup was measured. The largest tau is {tau}, of {method}. specdec evaluate measures speedups; "
+    "specdec judge with baseline=URL does so for a server."
+)
 Cells = dict[str, str]  # texts of an entry by the heads of their columns; empty for unknown figures
 
 
-def write_results(measurement: Measurement, out: Path, console: progress.Results) -> None:
-    """Writes results.json, results.md and results.html into the folder, and prints the tables."""
+def write_results(measurement: Measurement, out: Path, console: progress.Results, *, verbose: bool = False) -> None:
+    """Writes results.json, results.md and results.html into the folder, and prints the first table.
+
+    verbose: prints all tables. With protocol= the table of countings is printed, too.
+    """
     page, document = ResultsPage(measurement), measurement.to_json()
     sections = page.list_sections()
     out.mkdir(parents=True, exist_ok=True)
     files.write_text(out / RESULTS_FILE, json.dumps(document, indent=1) + "\n")
     files.write_text(out / "results.md", page.to_markdown(sections))
-    files.write_text(out / "results.html", render_page(page.title, figures=document, sections=sections))
-    for section in sections:
-        if section.table is not None:
-            console.print(make_terminal_table(section.heading, section.table))
+    content: dict = {"verdicts": page.verdicts, "sections": sections, "pages": measurement.pages}
+    write_page(out / PAGE, page.title, figures=document, **content)
+    tables = {section.heading: section.table for section in sections if section.table is not None}
+    for heading, table in tables.items():
+        has_published = heading == COUNTINGS and measurement.question_set.protocol is not None
+        if verbose or has_published or heading == next(iter(tables)):
+            console.print(make_terminal_table(heading, table, console.width))
     for sentence in page.sentences():
         console.say(sentence)
-    console.print(f"written: {out}/{RESULTS_FILE}, results.md and results.html")
-
-
-def make_terminal_table(heading: str, table: Table) -> rich.table.Table:
-    """A table for a terminal, without WIDE_COLUMNS."""
-    terminal_table = rich.table.Table(title=heading, title_justify="left")
-    columns = [column for column, head in enumerate(table.heads) if not head.startswith(WIDE_COLUMNS)]
-    for column in columns:
-        terminal_table.add_column(table.heads[column], no_wrap=column == 0)
-    for row in table.rows:
-        terminal_table.add_row(*(row[column] for column in columns))
-    return terminal_table
+    console.print(f"written: {out}/{RESULTS_FILE}, results.md and {PAGE} (all columns)")
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,41 @@ class ResultsPage:
         tables = [Section(heading, table=table) for heading, table in self.tables()]
         countings = [f"{name}: {counting}" for name, counting in self.measurement.countings.items()]
         return [
-            Section(texts=[f"Protocol: {self.measurement.protocol}"], points=self.measurement.notes),
+            Section(points=self.measurement.notes),
             *self.measurement.sections,
-            *tables,
+            *tables[:1],
             Section("Charts", charts=[*self._charts()]),
+            *tables[1:],
             Section("How they count", points=countings if self._decoded else ()),
-            Section("Are the answers those of the target?", points=[*self.verdicts()]),
+            Section("Are the answers those of the target?", points=[*self.remarks()]),
+            Section("How it was measured", points=[f"Protocol: {self.measurement.protocol}"]),
         ]
+
+    @cached_property
+    def verdicts(self) -> list[Verdict]:
+        """The measurement's own verdicts, else one for each temperature and batch size: whether drafts pay."""
+        groups: dict[str, list[Gain]] = {}
+        for entry in self.measurement.entries:
+            report, (_, *settings) = entry.report, self._identify(entry).items()
+            if report.speedup:
+                span = report.speedup_ci or (math.nan, math.nan)
+                num = min(report.num_prompts, self.measurement.settings["num_questions"])
+                condition = "".join(f", {key} {value}" for key, value in settings if value)
+                gain = Gain(entry.method, report.speedup, span, num)
+                groups.setdefault(condition, []).append(gain)
+        rate = partial(rate_gains, unit="questions", remedy="limit=, prompts=")
+        verdicts = [rate(gains, condition=condition) for condition, gains in groups.items()]
+        return [*self.measurement.verdicts] or verdicts or [("unsure", self._describe_longest())]
+
+    def _describe_longest(self) -> str:
+        """The sentence of a measurement without speedups."""
+        taus = []
+        for entry in self.measurement.entries:
+            report = entry.report
+            figures = (report.tau, report.tau_ci) if report.decoded else (report.replayed_tau, report.replayed_tau_ci)
+            taus.append((figures[0] or 0.0, format_figure(*figures), entry.method))
+        _, tau, method = max(taus)
+        return NO_SPEED.format(tau=tau, method=method)
 
     def tables(self) -> Iterator[tuple[str, Table]]:
         """Yields the tables of the entries, with their headings."""
@@ -79,9 +108,9 @@ class ResultsPage:
         if len(self._categories()) > 1:
             yield "Acceptance length by category", self._tabulate(self._cells_of_categories)
         if self._decoded:
-            yield "The same rounds as others count them", self._tabulate(self._cells_of_countings)
+            yield COUNTINGS, self._tabulate(self._cells_of_countings)
 
-    def verdicts(self) -> Iterator[str]:
+    def remarks(self) -> Iterator[str]:
         """Yields sentences on losslessness, or remarks. Methods with the same sentence are named together."""
         names_by_sentence: dict[str, list[str]] = {}
         for entry in self.measurement.entries:
@@ -94,13 +123,16 @@ class ResultsPage:
 
     def sentences(self) -> list[str]:
         """The sentences that a terminal shows below the tables."""
-        points = [point for section in self.measurement.sections for point in section.points]
-        return [*points, *self.verdicts(), *self.measurement.notes, f"protocol: {self.measurement.protocol}"]
+        lines = [sentence for _, sentence in self.verdicts]
+        for section in self.measurement.sections:
+            lines += [*section.points, *(f"{label}: {command}" for label, command in section.commands)]
+        return [*lines, *self.remarks(), *self.measurement.notes, f"protocol: {self.measurement.protocol}"]
 
     def to_markdown(self, sections: Sequence[Section]) -> str:
         """The content of results.md."""
         paragraphs = [section.to_markdown() for section in sections if section.filled]
-        return "\n\n".join([f"# {self.title}", *filter(None, paragraphs)]) + "\n"
+        verdicts = [f"**{sentence}**" for _, sentence in self.verdicts]
+        return "\n\n".join([f"# {self.title}", *verdicts, *filter(None, paragraphs)]) + "\n"
 
     # Tables
 
@@ -204,7 +236,7 @@ class ResultsPage:
     # Charts
 
     def _charts(self) -> Iterator[Markup]:
-        """Yields charts of speedup against tau, one for each temperature; with several batch sizes, against these."""
+        """Yields charts of the methods' speedups, one for each temperature; with several batch sizes, against these."""
         measured = [entry for entry in self.measurement.entries if entry.report.tau and entry.report.speedup_ci]
         batches = {entry.batch for entry in self.measurement.entries}
         for temperature in sorted({entry.temperature for entry in measured}):
@@ -226,12 +258,13 @@ def _cells_of_prediction(entry: Entry) -> Cells:
 
 
 def _chart_methods(entries: Sequence[Entry], temperature: float) -> Markup:
-    curves = []
+    rows = []
     for entry in entries:
-        tau, speedup, span = entry.report.tau, entry.report.speedup, entry.report.speedup_ci
-        assert tau is not None and speedup is not None and span is not None
-        curves.append(ChartCurve(entry.method, [(tau, speedup)], spans=[(span[0], span[1])]))
-    return chart_lines(curves, x="tau", y="speedup", title=f"Speedup against tau, T={temperature:g}")
+        speedup, span = entry.report.speedup, entry.report.speedup_ci
+        assert speedup is not None and span is not None
+        rows.append((f"{entry.method}, tau {entry.report.tau:.2f}", speedup, span))
+    title = f"Speedup of each method with its 95 % interval, T={temperature:g}"
+    return chart_intervals(rows, x="times as fast as plain decoding", title=title, reference=1.0)
 
 
 def _chart_batches(entries: Sequence[Entry], temperature: float) -> Markup:
@@ -240,4 +273,6 @@ def _chart_batches(entries: Sequence[Entry], temperature: float) -> Markup:
         assert entry.report.speedup is not None
         points.setdefault(entry.method, []).append((float(entry.batch), entry.report.speedup))
     curves = [ChartCurve(method, sorted(speeds), marks=True) for method, speeds in points.items()]
-    return chart_lines(curves, x="requests at once", y="speedup", title=f"Speedup by load, T={temperature:g}")
+    return chart_lines(
+        curves, x="requests at once", y="times plain decoding", title=f"Speedup by load, T={temperature:g}"
+    )

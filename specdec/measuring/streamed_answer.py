@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 
-import rich.console
-
+from specdec.core import progress
 from specdec.core.answer_text import TextDecoder, TextStream
 from specdec.core.constraint import Constraint
 from specdec.core.generation import Generation
 from specdec.core.sampling import Sampling
+from specdec.core.wording import format_count
 from specdec.decoding.decoder import Decoder
 from specdec.loading import OpenTarget
 from specdec.measuring.measure import find_first_difference, seeded_generator
+
+CAUTION = "One answer does not show whether the gain is certain: specdec evaluate measures many."
 
 
 def print_answer(
@@ -18,7 +20,7 @@ def print_answer(
     decoder: Decoder,
     prompt: list[int],
     max_new_tokens: int,
-    console: rich.console.Console,
+    console: progress.Results,
     *,
     seed: int,
     constraints: Sequence[Constraint | None] | None,
@@ -42,35 +44,32 @@ def print_answer(
                 console.print(text.add(token), end="", style=style, markup=False)
     console.print(text.end(), end="\n\n", markup=False)
     if constraints and constraints[0] and constraints[0].complete:
-        console.print(f"The answer is complete under the grammar, with {len(result.tokens[0])} tokens.")
+        console.say(f"The answer is complete under the grammar, with {format_count(len(result.tokens[0]), 'token')}.")
     elif constraints and constraints[0]:
-        console.print(
+        console.say(
             "The answer ends before the grammar is complete: raise max_new_tokens=, or bound what the grammar allows "
             "(maxLength, maxItems)."
         )
     return result
 
 
-def compute_rate(generation: Generation) -> float:
-    """Tokens/s of the rounds; 0 without a round."""
-    return (len(generation.tokens[0]) - 1) / generation.seconds if generation.seconds else 0.0
-
-
 def print_comparison(
-    drafted: Generation, plain: Generation, sampling: Sampling, gap: float | None, console: rich.console.Console
+    drafted: Generation, plain: Generation, sampling: Sampling, gap: float | None, console: progress.Results
 ) -> None:
-    """Prints the plain rate, the speedup, and where the answers differ.
+    """Prints the speedup, how far one answer shows it, and whether the answers are the same.
 
     gap: between the target's two largest logits at the first difference of greedy answers; None: they are equal
     """
-    drafted_rate, plain_rate = compute_rate(drafted), compute_rate(plain)
+    drafted_rate, plain_rate = drafted.tokens_per_second, plain.tokens_per_second
     if not (drafted_rate and plain_rate):
         return
-    remark = "; the same answer" if sampling.greedy else ""
+    speedup = drafted_rate / plain_rate
+    console.say(f"without drafts {plain_rate:.1f} tokens/s: speedup {speedup:.2f}. {CAUTION}")
     difference = find_first_difference(drafted.tokens[0], plain.tokens[0])
-    if difference is not None and gap is not None:
-        remark = (
-            f"; another answer from token {difference + 1} on, where the target's two best logits are {gap:.3g} apart "
-            "(a pass over several tokens rounds differently; target.dtype=float32 rounds less)"
+    if sampling.greedy and difference is None:
+        console.say("Both answers are the same.")
+    elif difference is not None and gap is not None:
+        console.say(
+            f"The answers differ from token {difference + 1} on: the target's two best logits are {gap:.3g} apart "
+            "there, and rounding chose (target.dtype=float32 rounds less)."
         )
-    console.print(f"without drafts {plain_rate:.1f} tokens/s: speedup {drafted_rate / plain_rate:.2f}{remark}")

@@ -1,5 +1,6 @@
 """Defaults and help of commands: conf/command/VERB.yaml, with the files of options that verbs share."""
 
+import functools
 import itertools
 import os
 import re
@@ -30,11 +31,12 @@ class OptionDefault:
     help: str
 
 
+@functools.cache
 def read_defaults(name: str) -> dict[str, OptionDefault]:
     """Default and help of each option of conf/command/NAME.yaml, by its name with its group, as decode.depth.
 
     `defaults:` lists files whose options are included. Where the file names one of them again, its value replaces the
-    included one, and so does its comment, if there is one.
+    included one, and so does its comment, if there is one. The caller does not change what comes back: it is kept.
     """
     text = config_files.list_files(GROUP)[name].read_text(encoding="utf-8")
     document, comments = yaml.safe_load(text) or {}, read_comments(text)

@@ -10,7 +10,15 @@ from typing import Any
 import yaml
 
 from specdec.checkpoint import read_head_class, resolve
-from specdec.core.option_types import Options, Text, convert_text, find_options, prefix_option_names, read_options
+from specdec.core.option_types import (
+    Options,
+    Text,
+    convert_text,
+    describe_unknown_choice,
+    find_options,
+    prefix_option_names,
+    read_options,
+)
 from specdec.decoding.drafting import Drafting
 from specdec.options import config_files
 from specdec.options.command_types import ProposerSettings
@@ -179,7 +187,7 @@ def read_config(name: str, settings: Settings, interpolations: dict[str, Any], p
     Raises ValueError, with the option's name, for a setting that does not exist, is missing or has a wrong value.
     """
     if name not in list_names():
-        raise ValueError(f"There is no proposer {name!r}; there are: {', '.join(list_names())}.")
+        raise ValueError(describe_unknown_choice("proposer", name, list_names()))
     config = yaml.safe_load(config_files.list_files("proposer")[name].read_text(encoding="utf-8"))
     for key, value in config.items():
         config[key] = interpolations.get(value, value) if isinstance(value, str) else value

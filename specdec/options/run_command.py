@@ -1,11 +1,12 @@
 """How a command runs and ends: one sentence for each mistake, and for what the machine refuses."""
 
-import os
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable
 
 from specdec.core import devices, files, progress
+from specdec.core.closed_pipe import end_at_closed_pipe
 from specdec.core.option_types import Options, list_fields
 from specdec.options.command_types import MEMORY
 
@@ -26,7 +27,9 @@ def run_command(main: Callable[[], None], model: type[Options]) -> None:
     transformers.utils.logging.disable_progress_bar()
     warnings.formatwarning = format_warning
     try:
-        main()
+        with end_at_closed_pipe(), contextlib.ExitStack() as stack:
+            stack.callback(progress.close_display)
+            main()
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     except (RuntimeError, MemoryError) as error:
@@ -34,15 +37,11 @@ def run_command(main: Callable[[], None], model: type[Options]) -> None:
         if description is None:
             raise
         raise SystemExit(f"error: {description}: {advise_less_memory(model)}.") from None
-    except BrokenPipeError:
-        os._exit(1)
     except OSError as error:
         raise SystemExit(f"error: {files.describe_error(error)}") from None
     except KeyboardInterrupt as error:
         print(str(error) or "Stopped.", file=sys.stderr)
         raise SystemExit(130) from None
-    finally:
-        progress.close_display()
 
 
 def advise_less_memory(model: type[Options]) -> str:

@@ -96,6 +96,7 @@ class StepTimes:
     """Median seconds of the stages of a round beside the target's pass, by name and batch size.
 
     A head's first step also reads prompts, and all tokens since it drafted last. So one timing alone says nothing.
+    Later steps seldom take longer, so they count as much as the shortest first step until they are known.
     """
 
     def __init__(self) -> None:
@@ -106,12 +107,13 @@ class StepTimes:
         self.recent.setdefault((name, batch_size), deque(maxlen=RECENT_TIMINGS)).append(seconds)
 
     def seconds(self, name: str, batch_size: int) -> float:
-        """Median seconds at the nearest batch size with two timings; 0 without one."""
+        """Median seconds at the nearest batch size with two timings."""
         sizes = [size for (step, size), times in self.recent.items() if step == name and len(times) > 1]
-        if not sizes:
-            return 0.0
-        nearest = min(sizes, key=lambda size: abs(size - batch_size))
-        return statistics.median_low(self.recent[name, nearest])
+        if sizes:
+            nearest = min(sizes, key=lambda size: abs(size - batch_size))
+            return statistics.median_low(self.recent[name, nearest])
+        first_steps = [min(times) for (step, _), times in self.recent.items() if step == "absorb"]
+        return min(first_steps, default=0.0) if name == "step" else 0.0
 
 
 class AutoProposer(Proposer):
@@ -276,9 +278,9 @@ class AutoProposer(Proposer):
         candidates = Candidates(rows, self.running, curve, self._find_rate(fastest), self.linear)
 
         # Collect candidates: guesses of texts first, which cost nothing, then those of the head.
-        plain_probe = self._is_plain_probe_due(fastest)
         if self._uses_texts(fastest):
             self._add_text_guesses(rows)
+        plain_probe = self._is_plain_probe_due(candidates, fastest)
         head = head_probe = False
         head_drafts = HeadDrafts([], 0.0, 0.0)
         if self.head is not None and not plain_probe and candidates.room:
@@ -313,12 +315,16 @@ class AutoProposer(Proposer):
         speedup = max(1.0, gained / spent) if spent else 1.0
         return len(self.running) / fastest * speedup
 
-    def _is_plain_probe_due(self, fastest: float) -> bool:
-        """Whether this round drafts nothing, to measure the plain pass. User-supplied costs need no such round."""
+    def _is_plain_probe_due(self, candidates: Candidates, fastest: float) -> bool:
+        """Whether this round drafts nothing, to measure the plain pass. User-supplied costs need no such round.
+
+        candidates: guesses of texts alone; a round with good ones is none for it
+        """
         assert self.costs is not None
         if self.costs.steps is not None or self.rounds_since["plain"] < MIN_PROBE_DISTANCE:
             return False
-        return self._is_due("plain", 2 * (self.advantage - 1) * fastest, fastest)
+        advantage = max(self.advantage, candidates.advantage)
+        return self._is_due("plain", 2 * (advantage - 1) * fastest, fastest)
 
     def _uses_texts(self, fastest: float) -> bool:
         """Whether text proposers are asked. If that takes long and never pays, most rounds do without."""

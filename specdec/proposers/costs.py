@@ -4,6 +4,7 @@ Costs are measured once on a device and kept on disk. While decoding, the observ
 """
 
 import bisect
+import collections
 import copy
 import functools
 import hashlib
@@ -23,6 +24,7 @@ from specdec.core.files import cache_document, find_cache_folder
 from specdec.core.sampling import AnySampling, Sampling
 from specdec.core.tree import Tree
 from specdec.core.untrusted import read_json
+from specdec.core.wording import format_count
 from specdec.proposers.candidates import DECAY
 from specdec.target.verifier import Verifier
 
@@ -155,7 +157,9 @@ class MeasuredCosts(Costs):
                 self._measure(size)
 
     def _measure(self, batch_size: int) -> None:
-        timed_sizes = self.progress([num for num in SIZES if 2 * num < self.limit], f"costs of {batch_size} rows")
+        timed_sizes = self.progress(
+            [num for num in SIZES if 2 * num < self.limit], f"costs of {format_count(batch_size, 'row')}"
+        )
         measured = self.make_timer(batch_size).measure(timed_sizes)
         sizes = [num for num in self.sizes if num <= max(measured)]
         seconds = numpy.interp(sizes, list(measured), list(measured.values()))
@@ -201,42 +205,56 @@ class PassTimer:
 
     def seconds(self, num: int) -> float:
         """Seconds of one pass of `num` nodes."""
+        return self.time_pass(num)[0]
+
+    def time_pass(self, num: int) -> tuple[float, float]:
+        """Seconds of one pass of `num` nodes, and of its work: without those in which other processes ran."""
         target, cache, linear = self.target, self.cache, self.linear
         parents = torch.arange(-1, num - 1, device=target.device).repeat(self.batch_size, 1)
         if not linear and num > 2:
             parents[:, 2:] = parents[:, 2:] - 1  # two chains
         tree = Tree(self._tokens(num), parents, None, linear=linear)
         devices.wait_for_device(target.device)
-        start = time.perf_counter()
+        start, start_work = time.perf_counter(), time.process_time()
         path, following = self.verifier(tree, cache, self.draws, sampling=self.sampling).follow_path(tree, num - 1)
         following.tolist()
         if not linear:
             cache.keep_path(path)
         devices.wait_for_device(target.device)
-        seconds = target.share.gather_values(time.perf_counter() - start)[0]
+        times = time.perf_counter() - start, time.process_time() - start_work
+        seconds, work = (target.share.gather_values(spent)[0] for spent in times)
         if cache.states is None:
             cache.drop_pending()
         else:
             self._commit(1)
-        return seconds
+        one_thread = target.device.type == "cpu" and torch.get_num_threads() == 1
+        return seconds, work if one_thread else seconds
 
     def measure(self, sizes: Iterable[int]) -> Curve:
-        """The lower quartile of each size's seconds: other work on the machine only adds time. Passes are interleaved.
+        """The lower quartile of each size's work: other work on the machine only adds time. Passes are interleaved.
 
+        It is scaled by the seconds over the work of all passes, so that it is in seconds of the machine as it is.
         Larger sizes are left out if the budget is spent, and a pass of `num` nodes costs about num / 2 passes of one.
         """
-        times = dict[int, list[float]]()
+        times, works = collections.defaultdict[int, list[float]](list), collections.defaultdict[int, list[float]](list)
+
+        def add_pass(num: int) -> None:
+            seconds, work = self.time_pass(num)
+            times[num].append(seconds)
+            works[num].append(work)
+
         for num in sizes:
             if self.verifier.runner.by_shape:
                 self.seconds(num)  # compiles
-            times[num] = [self.seconds(num)]
+            add_pass(num)
             spent, plain = sum(map(sum, times.values())), next(iter(times.values()))[0]
             if spent > SECONDS and min(times[num][0], self.seconds(num)) > 0.5 * (num + 1) * plain:
                 break
         while min(map(len, times.values())) < 3 or sum(map(sum, times.values())) < SECONDS:
             for num in times:
-                times[num].append(self.seconds(num))
-        return {num: float(numpy.quantile(seconds, 0.25)) for num, seconds in times.items()}
+                add_pass(num)
+        load = sum(map(sum, times.values())) / sum(map(sum, works.values()))
+        return {num: load * float(numpy.quantile(work, 0.25)) for num, work in works.items()}
 
     def _tokens(self, num: int) -> torch.Tensor:
         tokens = torch.randint(0, self.target.vocab_size, (self.batch_size, num), generator=self.generator)

@@ -15,6 +15,7 @@ from specdec.core.devices import upload_values
 from specdec.core.option_types import BatchSize, SmallCount, Text
 from specdec.core.sampling import AnySampling, Sampling, draw_column
 from specdec.core.tree import Tree, TreeShape
+from specdec.core.wording import format_count
 from specdec.heads.base import Drafter
 from specdec.heads.draft import Draft, load_existing
 from specdec.proposers.base import Proposer, select_last
@@ -107,7 +108,9 @@ class HeadProposer(Proposer):
     ):
         check_children(children)
         if drafter.depth is not None and shape.depth > drafter.depth:
-            raise ValueError(f"depth={shape.depth} is more than this drafter's {drafter.depth} steps: lower depth=.")
+            raise ValueError(
+                f"depth={shape.depth} is more than this drafter's {format_count(drafter.depth, 'step')}: lower depth=."
+            )
         self.drafter = drafter.eval()
         self.shape = shape
         self.children = children

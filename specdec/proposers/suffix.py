@@ -18,6 +18,8 @@ from specdec.target.loading import load_tokenizer
 from specdec.target.model import Target
 from specdec.text import token_text
 
+UNSEEN = 2.0  # other tokens that might have followed a string of one token; chosen on data/train.jsonl
+
 
 class SuffixMatch(NamedTuple):
     """The longest end of a text that occurs in an automaton."""
@@ -243,8 +245,7 @@ class Automaton:
 
         The probability of a token is its share of all tokens that followed. That of a path is the product, and must be
         at least `least`. If nothing ever followed a string, as at the end of a text, its longest suffix with a follower
-        is used. A guess states a smaller probability: it allows for one token that never followed, and for the length
-        of the string.
+        is used. A guess states a smaller probability, as if UNSEEN / length of the string other tokens had followed.
         """
         draft: list[Guess] = []
         order = itertools.count()
@@ -260,7 +261,7 @@ class Automaton:
                 for token, child, count in following:
                     if probability * count / total >= least:
                         matched = match.length + depth
-                        stated = count / (total + 1) * matched / (matched + 1)
+                        stated = count / (total + UNSEEN / matched)
                         path = -probability * count / total
                         heapq.heappush(heap, (path, next(order), stated, token, len(draft), child, depth + 1))
             if not heap or len(draft) == num:

@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from specdec import DISTRIBUTION
 from specdec.target.model import Target
 
-NEEDS_PEFT = "needs the package peft: pip install 'specdec[train]'"
+NEEDS_PEFT = f"needs the package peft: pip install '{DISTRIBUTION}[train]'"
 
 
 def add_adapter(target: Target, *, rank: int, alpha: int, modules: list[str]) -> dict[str, nn.Parameter]:

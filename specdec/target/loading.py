@@ -29,6 +29,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_accelerate_available
 
+from specdec import DISTRIBUTION
 from specdec.core import files, hub, precision
 from specdec.core.devices import describe_out_of_memory, name_cause, number_device
 from specdec.core.shards import NoSafetensors, Shards, fetch_file
@@ -72,7 +73,9 @@ def load_model(
     factory, model_class = _find_class(name, config, **origin)
     with_accelerate = is_accelerate_available()  # in the extra `train`
     if len(devices) > 1 and not with_accelerate:
-        raise ValueError("device=auto needs the package accelerate: pip install 'specdec[train]', or give one device.")
+        raise ValueError(
+            f"device=auto needs the package accelerate: pip install '{DISTRIBUTION}[train]', or give one device."
+        )
     try:
         shards = open_shards(name, config, revision=revision, whole=True)
     except NoSafetensors:
@@ -267,7 +270,8 @@ def find_devices(device: str | torch.device) -> list[torch.device]:
     try:
         return [number_device(device)]
     except (RuntimeError, AssertionError) as error:  # AssertionError: a build of torch without CUDA
-        raise ValueError(f"device={device} cannot be used here ({name_cause(error)}). {DEVICE_ADVICE}.") from error
+        cause = re.sub("^Expected one of .*", "torch has no device of this name", name_cause(error))
+        raise ValueError(f"device={device} cannot be used here ({cause}). {DEVICE_ADVICE}.") from error
 
 
 def _make_device_map(
@@ -337,7 +341,7 @@ def _load_pretrained(load: Callable, name: str, **kwargs):
         raise ValueError(
             f"{name} could not be loaded as a causal language model by transformers {transformers.__version__} "
             f"({reason}). Give a folder saved by save_pretrained (config.json, safetensors, tokenizer), or a Hub name "
-            "with the network in reach; a newer model needs a newer transformers (pip install -U specdec)."
+            f"with the network in reach; a newer model needs a newer transformers (pip install -U {DISTRIBUTION})."
         ) from error
 
 

@@ -357,7 +357,7 @@ def spread_rows(rows: list[Item], num: int | None) -> list[Item]:
     Raises ValueError if none would be left.
     """
     if not rows or num == 0:
-        raise ValueError("No rows leave nothing to decode: give a file with some, and a limit of 1 or more.")
+        raise ValueError("no rows. Give a file with some, and a limit of 1 or more.")
     if num is None or num >= len(rows):
         return rows
     return [rows[int((index + 0.5) * len(rows) / num)] for index in range(num)]

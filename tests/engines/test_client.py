@@ -84,9 +84,9 @@ def test_a_server_that_nobody_started_is_named_with_what_to_do(client_of):
     with SmallServer(echo) as server:
         pass
     client = client_of(server, patience=0)
-    with pytest.raises(ValueError, match=rf"answers at {server.url} .*launch_engine\.py"):
+    with pytest.raises(ValueError, match=rf"answers at {server.url} .*specdec launch_engine"):
         client.describe_models()
-    with pytest.raises(ValueError, match=r"No server has answered for 0 minutes .*launch_engine\.py"):
+    with pytest.raises(ValueError, match=r"No server has answered for 0 minutes .*specdec launch_engine"):
         client.post(PATH, {}, answer_text)
 
 
@@ -164,7 +164,7 @@ def test_closing_ends_requests_that_wait(client_of):
 
 def test_urls():
     for urls in ("localhost:8000", "http://localhost:8000,", "http://localhost:8000,vllm"):
-        with pytest.raises(ValueError, match=r"is not the URL of a server.*launch_engine\.py"):
+        with pytest.raises(ValueError, match=r"is not the URL of a server.*specdec launch_engine"):
             EngineClient(urls)
     with SmallServer(echo) as server:
         client = EngineClient(f" {server.url}/v1/ ")

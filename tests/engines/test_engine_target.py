@@ -152,7 +152,7 @@ FAULTS = {
     "narrow": (change(lambda states: states[..., 1:]), "it serves another model"),
     "no states": (
         lambda reply: reply["answer"].pop("kv_transfer_params"),
-        r"gives no hidden states\. Start it again with python scripts/launch_engine.py",
+        r"gives no hidden states\. Start it again with specdec launch_engine\.",
     ),
     "no ids": (lambda reply: reply["answer"]["choices"][0].pop("token_ids"), "does not return token ids"),
 }

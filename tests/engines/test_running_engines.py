@@ -69,7 +69,7 @@ def test_the_printed_command_serves_what_the_heads_read(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["heads=eagle4"], "heads=eagle4: there is no head of that name. There are .*eagle3"),
+        (["heads=eagle4"], "There is no head=eagle4. Did you mean head=eagle3?"),
         (["layers=[a]"], r"layers=\[a\] must be a list of numbers"),
         (["layers=[99]"], r"layers=\[99\] must be a list of numbers.*has hidden states 0\.\.30"),
         (["python=/nowhere/python"], "There is no vLLM: /nowhere/python does not exist"),

@@ -26,6 +26,7 @@ PASSING = {
     "settings",
     "by_prompt",
     "by_category",
+    "samples",
     "served",
     "training",
     "versions",

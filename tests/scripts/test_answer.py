@@ -82,15 +82,15 @@ def test_rows_are_in_order_and_hold_the_ids_of_the_target(run):
         encoded = conversations.encode(model.tokenizer, row)
         assert encoded.tokens == row["tokens"]
         assert encoded.mask == [False] * len(prompt_tokens) + [True] * len(choice["ids"])
-    assert "0 were cut at 160 tokens, 0 are empty" in run.printed
+    assert "0 cut at 160 tokens, 0 empty" in run.printed
 
 
 def test_cut_and_empty_answers_are_counted(run):
     rows = run(Model(), "max_new_tokens=5", "limit=3", "decode.temperature=0")
-    assert {row["finish"] for row in rows} == {"length"} and "3 were cut at 5 tokens, 0 are empty" in run.printed
+    assert {row["finish"] for row in rows} == {"length"} and "3 cut at 5 tokens, 0 empty" in run.printed
     assert all(len(row["tokens"]) == row["prompt_tokens"] + 5 for row in rows)
     rows = run(Model(token_ids=[STOP]), "limit=3", "decode.temperature=0", out="empty.jsonl")
-    assert [row["messages"][-1]["content"] for row in rows] == [""] * 3 and "3 are empty" in run.printed
+    assert [row["messages"][-1]["content"] for row in rows] == [""] * 3 and "3 empty" in run.printed
 
 
 def test_an_interrupted_run_continues_where_it_was(run, folder):

@@ -17,6 +17,7 @@ from specdec.core import files
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.medusa import Medusa2
 from specdec.measuring import trained_prompts
+from specdec.measuring.page import list_links, write_page
 from specdec.options.command_defaults import read_group
 from specdec.options.target import TargetOptions
 from specdec.target.model import load_tokenizer
@@ -80,12 +81,20 @@ def read_rows(out) -> list[dict]:
     return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
 
 
+def find_tables(printed: str) -> list[list[str]]:
+    """The lines of each table."""
+    tables = re.findall(r"^┏.*?^└[^\n]*$", printed, re.MULTILINE | re.DOTALL)
+    return [table.splitlines() for table in tables]
+
+
 # One method
 
 
-def test_one_head_has_every_figure_at_every_temperature_and_auto_beside(run, tmp_path):
+def test_one_head_has_every_figure_at_every_temperature_and_auto_beside(run, tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     printed = run("decode.temperature=0,1", f"out={tmp_path}/out")
-    assert "tau, replayed" in printed and "lossless" in printed and "protocol: 3 questions of" in printed
+    assert "lossless" in printed and "protocol: 3 questions of" in printed
+    assert len(find_tables(printed)) == 1 and max(map(len, find_tables(printed)[0])) <= 100
     document = read_document(tmp_path / "out")
     methods = {(entry["method"], entry["temperature"]) for entry in document["results"]}
     assert methods == {(name, t) for name in ("one, chain of 2", "auto") for t in (0.0, 1.0)}
@@ -101,7 +110,9 @@ def test_one_head_has_every_figure_at_every_temperature_and_auto_beside(run, tmp
     head = read_entries(tmp_path / "out", temperature=0)["one, chain of 2"]
     assert head["identical_outputs"] == 1 and head["tau"] == pytest.approx(head["replayed_tau"])
     written = (tmp_path / "out" / "results.md").read_text()
-    assert document["protocol"] in written and "| one, chain of 2 |" in written
+    assert document["protocol"] in written and "| one, chain of 2 |" in written and "tau, replayed" in written
+    verbose = run("decode.temperature=0,1", f"out={tmp_path}/out", "verbose=true")  # from the rows that are there
+    assert len(find_tables(verbose)) == 3 and "The same rounds as others count them" in verbose
 
 
 def test_batches_give_the_same_figures(run, folder, tmp_path):
@@ -116,7 +127,7 @@ def test_categories_of_any_type_are_in_reports(run, folder, tmp_path):
     values = [5, "math", None, True, 2.5, "[red]bold[/red]", {"k": 1}]
     write_rows(tmp_path / "mixed.jsonl", [{"prompt": "Say hello.", "category": value, "id": value} for value in values])
     arguments = ["checkpoint=", "proposers=ngram", f"prompts={tmp_path}/mixed.jsonl", f"out={tmp_path}/out"]
-    printed = run(*arguments, f"target.name={folder}/target")
+    printed = run(*arguments, f"target.name={folder}/target", "verbose=true")
     names = ["5", "math", "all", "true", "2.5", "[red]bold[/red]", '{"k": 1}']
     (entry,) = read_document(tmp_path / "out")["results"]
     assert list(entry["by_category"]) == sorted(names) and all(name in printed for name in names)
@@ -135,8 +146,8 @@ def test_categories_of_any_type_are_in_reports(run, folder, tmp_path):
         ("proposers=ngram,ngram", "list each once"),
         ("proposers=ngram proposer.max=3", "proposer.NAME.KEY"),
         ("checkpoint={folder}/adapting proposers=head", "adapts its target, which the other proposers share"),
-        ("prompts={folder}/long.jsonl", r"long\.jsonl, prompt toolong: A prompt of \d+ tokens, 6 new ones"),
-        ("prompts={folder}/empty.jsonl", r"empty\.jsonl: No rows leave nothing to decode"),
+        ("prompts={folder}/long.jsonl", r"long\.jsonl, prompt toolong: A prompt of [\d,]+ tokens, 6 new ones"),
+        ("prompts={folder}/empty.jsonl", r"empty\.jsonl: no rows\. Give a file with some"),
         ("prompts={folder}/saved", "saved has no split 'train'; it has: dev"),
     ],
 )
@@ -189,10 +200,18 @@ def test_a_comparison_has_the_figures_of_every_method(compared):
     assert chain["replayed_tau"] == pytest.approx(chain["tau"])
 
 
-def test_the_page_of_a_comparison_has_its_figures_inside(compared):
+def test_the_page_of_a_comparison_has_its_figures_inside(compare, compared, folder):
     out, document, _ = compared
+    report = folder / "one" / "step_000001" / "report.html"
+    write_page(report, "a run", figures={}, verdicts=[], sections=[])
+    printed = compare()
+    assert list_links(report.read_text()) == {"../../out/results.html": "5 ways to draft"}
     assert "tau, best candidates" in (out / "results.md").read_text()
     page = (out / "results.html").read_text()
+    assert list_links(page) == {"../one/step_000001/report.html": "run of one"}
+    for temperature in (0, 1):
+        (sentence,) = re.findall(f'verdict unsure">(Not sure, T {temperature}: .*, on 3 questions. .*)</p>', page)
+        assert sentence in printed.replace("\n", " ") and f"**{sentence}**" in (out / "results.md").read_text()
     inside = json.loads(page.split('id="data">')[1].split("</script>")[0])
     assert inside["results"] == document["results"]
     assert len(page) < 1_000_000 and not re.search(r"(src|href)=.http", page)
@@ -320,7 +339,7 @@ def test_a_protocol_sets_options_that_are_not_given(run, talks):
     assert (settings["decode"]["temperature"], settings["seed"], settings["chains"]) == ("1.0", 980406, "7")
     assert settings["max_new_tokens"] == 6 and settings["template"] == {}  # given; a template without modes
     assert {entry["num_prompts"] for entry in document["results"]} == {2}  # first turns only
-    assert "protocol deepspec (DeepSpec" in printed
+    assert "protocol deepspec (DeepSpec" in printed and len(find_tables(printed)) == 2
     run(*suite, f"out={talks}/other", "decode.depth=1", "auto=false")
     assert set(read_entries(talks / "other")) == {"one, chain of 1"}
 

@@ -24,7 +24,7 @@ def test_generate_prints_the_answer_of_plain_decoding(run_script, tmp_path):
     save_eagle(tmp_path / "head", save_target(tmp_path / "target"))
     prompt = "prompt=Say \"hello, world\" = 'hi'"
     printed = run_script(generate, f"checkpoint={tmp_path}/head", "target.dtype=float32", prompt, "max_new_tokens=8")
-    assert "tau" in printed and "; the same answer" in printed
+    assert "tau" in printed and "Both answers are the same." in printed
 
 
 @pytest.mark.parametrize("longer", [[1, 2, 4, 5], [1, 2]])
@@ -32,7 +32,8 @@ def test_generate_says_where_and_why_answers_differ(longer, capsys):
     drafted, plain = (Generation([tokens], [[1]], seconds=1.0) for tokens in ([1, 2, 3], longer))
     print_comparison(drafted, plain, Sampling(), 0.125, progress.Results())
     printed = " ".join(capsys.readouterr().out.split())
-    assert "another answer from token 3 on, where the target's two best logits are 0.125 apart" in printed
+    assert ". One answer does not show whether the gain is certain" in printed
+    assert "The answers differ from token 3 on: the target's two best logits are 0.125 apart there, and" in printed
 
 
 def test_defaults_of_decoding_agree():

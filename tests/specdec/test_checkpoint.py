@@ -144,6 +144,10 @@ def test_a_file_elsewhere_is_no_checkpoint(tmp_path):
     (tmp_path / "README.md").write_text("A text, and no folder.\n")
     with pytest.raises(ValueError, match=r"README.md is a file, and no checkpoint\. A checkpoint is a folder"):
         checkpoint.resolve(tmp_path / "README.md")
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "drafter.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"no checkpoint, but a folder with some: give one, such as {tmp_path}/head"):
+        checkpoint.resolve(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["drafter.safetensors", "drafter.json"])

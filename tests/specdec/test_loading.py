@@ -48,7 +48,7 @@ def test_yaml_of_any_size(tmp_path):
 
 def test_a_missing_default_target_is_refused_with_the_command_that_makes_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"targets/smollm2-135m does not exist.*scripts/get_target\.py\) makes"):
+    with pytest.raises(ValueError, match=r"targets/smollm2-135m does not exist.*specdec get_target\) makes"):
         loading.load_target(read_group(TargetOptions, "target"))
 
 

@@ -497,4 +497,5 @@ def make(family: Family, attention: str = "sdpa") -> PreTrainedModel:
 
 def reference(family: Family) -> PreTrainedModel:
     """The target with its own attention: transformers' sdpa leaves out sinks and soft caps."""
-    return make(family, "eager") if type(make(family))._can_set_attn_implementation() else make(family)
+    model = make(family, "eager")
+    return model if type(model)._can_set_attn_implementation() else make(family)

@@ -196,7 +196,7 @@ def test_a_head_is_trained_on_completions_and_on_texts(fit, folder, run_script):
     for run in ("completions", "texts"):
         assert sorted(losses_of(run)) == [1, 2, 3, 4]
     given = ["checkpoint=checkpoints/completions", "prompt=Count", "max_new_tokens=6", "target.dtype=float32"]
-    assert "the same answer" in run_script(generate, *given)
+    assert "Both answers are the same" in run_script(generate, *given)
     for more in ([f"data.train={folder}/chats.jsonl"], [f"data.heldout={folder}/chats.jsonl"]):
         with pytest.raises(ValueError, match="no chat template"):
             fit("chats", *more)

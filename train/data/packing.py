@@ -20,6 +20,7 @@ from numpy import ndarray
 from specdec.text.conversations import Row
 
 ENCODED_FILE = "encoded.arrow"  # the file of a source's encoded rows
+MAX_CUT_SHARE = 0.01  # share of rows that are cut, above which a longer pack is worth a warning
 ROWS_PER_CHUNK = 2_000  # rows whose tokens are counted together: a few MB of them
 SCHEMA = pyarrow.schema(
     {
@@ -152,7 +153,7 @@ class Packs(torch.utils.data.Dataset):
     row_numbers: the rows to pack, in this order; a row may occur several times. None: all rows
     fingerprint: 16 hex digits that change with any token, mask or boundary
     num_supervised: the goals of all packs
-    One warning says how many rows were cut and skipped. Raises ValueError if no row remains.
+    A warning says how many rows were skipped, and cut where they are many. Raises ValueError if no row remains.
     """
 
     def __init__(self, encoded: EncodedRows, *, length: int, packed: bool = True, row_numbers: ndarray | None = None):
@@ -170,10 +171,10 @@ class Packs(torch.utils.data.Dataset):
         pack_sizes = numpy.bincount(pack_of_row)
         self.pack_ends = numpy.concatenate([[0], numpy.cumsum(pack_sizes)]).astype(numpy.int64)
         self.fingerprint = self._compute_fingerprint(numpy.repeat(pack_sizes, pack_sizes).tolist())
-        if self.num_cut or self.num_skipped:
+        if self.num_skipped or self.num_cut > MAX_CUT_SHARE * len(row_numbers):
             warnings.warn(
-                f"Of {len(row_numbers)} rows, {self.num_cut} are cut at {length} tokens and {self.num_skipped} are "
-                "skipped, because their prompt alone is that long. Raise the length to keep them.",
+                f"Rows that are cut at {length} tokens: {self.num_cut} of {len(row_numbers)}; skipped, because their "
+                f"prompt alone is that long: {self.num_skipped}. A longer data.length keeps them.",
                 stacklevel=2,
             )
         if num_left_out := int(encoded.read_column("left_out")[numpy.unique(self.packed_rows)].sum()):

@@ -45,7 +45,9 @@ from train.show import run_page
 VOTE_STEPS, VOTE_SECONDS = 20, 5.0
 MIN_MEASURED_PACKS = 8  # packs from which a head measures its inputs, at least
 START_SLOTS = 100_000  # slots that a closed-form start holds in memory, at most; wide targets need more
-TAU_STEPS = 10  # shown steps over which text tau is taken: the tau of a single batch says little
+# Compared steps over which text tau is taken, at most, and their share of the steps so far. A single batch says little,
+# and the first steps say nothing of a head that has learned since
+TAU_STEPS, TAU_SHARE = 50, 0.25
 SIGNAL_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}  # Slurm sends SIGUSR1
 
 
@@ -113,8 +115,9 @@ class Trainer:
         with self.waiting("the others to load their target and data"):
             self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         self.average = None if settings.ema is None else WeightAverage(self.drafter, settings.ema)
-        # Each loss is read before the update where that costs nothing
-        self.reads_loss_at_once = accelerator.device.type == "cpu" or settings.skip_not_finite
+        # Each loss is read before the update, and guesses are compared with the text, where that costs nothing
+        self.compares_always = accelerator.device.type == "cpu"
+        self.reads_loss_at_once = self.compares_always or settings.skip_not_finite
         # What resuming continues
         self.step = 0
         self.tokens_read, self.seconds = 0, 0.0  # tokens and seconds of training, without validation and saving
@@ -269,11 +272,11 @@ class Trainer:
     def run_step(self, figures: "StepFigures", *, is_shown: bool) -> None:
         """Takes a step and counts it. Raises NotFiniteLoss where losses are read.
 
-        is_shown: whether the loss is read now, and the guesses are compared with the text
+        is_shown: whether the loss is read now, and the guesses are compared with the text, which always are on a CPU
         """
         with self.waiting(f"step {self.step + 1}"):
             started = time.perf_counter()
-            step = self.take_step(compare=is_shown)
+            step = self.take_step(compare=is_shown or self.compares_always)
             figures.pending_steps.append(step)
             if is_shown or self.reads_loss_at_once:
                 self.read_losses(figures)
@@ -288,10 +291,8 @@ class Trainer:
         text, row = figures.describe()
         task.update(self.step, figures=text)
         if is_shown:
-            clipping = read_norms(figures.norms, self.settings.norm_limit)
-            if clipping:
-                text += "  gradient {grad_norm:.2f}, {clipped:.0%} clipped".format(**clipping)
             progress.print_note(f"step {self.step:>5}/{self.settings.steps}  {text}")
+            clipping = read_norms(figures.norms, self.settings.norm_limit)
             rate, peak_memory = self.scheduler.get_last_lr()[0], read_peak_memory(self.accelerator.device)
             row |= {"learning_rate": rate, "memory": peak_memory, **clipping}
         return row
@@ -342,7 +343,9 @@ class Trainer:
 
         # What the step gave.
         tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * self.num_processes
-        rounds = None if matches is None else count_rounds(micro_batches[-1].batch, matches)
+        rounds = None
+        if matches is not None:  # with the drafts of validations, so that both can be compared
+            rounds = count_rounds(micro_batches[-1].batch, matches[: self.validation.drafting.depth])
         return TrainingStep(self.step, total, norm.detach() if is_finite else None, tokens, rounds)
 
     def add_gradients(self, micro_batches: list[MicroBatch], *, compare: bool) -> tuple[Tensor, Tensor | None]:
@@ -439,7 +442,7 @@ class Trainer:
                 self.folder.mark_best(name)
             else:
                 self.best["waited"] = self.best.get("waited", 0) + 1
-            run_page.write_page(self.folder.path)
+            run_page.write_run_page(self.folder.path)
         with self.waiting(f"the validation of step {self.step}"):
             (waited,) = broadcast_object_list([self.best.get("waited", 0)])
         self.objective.train()
@@ -572,7 +575,7 @@ class StopVote:
 
 
 class StepFigures:
-    """Figures of a launch's steps: loss, text tau of the last shown ones, tokens/s since a validation, time left.
+    """Figures of a launch's steps: loss, text tau of the last compared ones, tokens/s since a validation, time left.
 
     num_steps: steps of the run; num_done: steps before this launch
     """
@@ -584,7 +587,7 @@ class StepFigures:
         self.loss = math.nan  # the newest loss that was read
         self.pending_steps: list[TrainingStep] = []  # steps whose losses nobody has read
         self.norms: list[Tensor] = []  # norms of gradients since the last shown step
-        self.rounds: collections.deque[tuple[int, float]] = collections.deque(maxlen=TAU_STEPS)
+        self.rounds: collections.deque[tuple[int, int, float]] = collections.deque(maxlen=TAU_STEPS)
         self.restart_clock()
 
     @property
@@ -604,11 +607,12 @@ class StepFigures:
         if step.norm is not None:
             self.norms.append(step.norm)
         if step.rounds is not None:
-            self.rounds.append(step.rounds)
+            self.rounds.append((self.number, *step.rounds))
 
     def describe(self) -> tuple[str, dict]:
         """The line of the newest step, and its figures for the log."""
-        emitted, rounds = (sum(counts) for counts in zip(*self.rounds)) if self.rounds else (0, 0.0)
+        counts = [counts for number, *counts in self.rounds if number > (1 - TAU_SHARE) * self.number]
+        emitted, rounds = map(sum, zip(*counts)) if counts else (0, 0.0)
         tau = {"tau": emitted / rounds} if rounds else {}
         rate = self.tokens / (time.perf_counter() - self.clock)
         time_left = progress.format_duration((self.num_steps - self.number) * self.pace)

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from specdec.core import fast, progress
+from specdec.core.answer_text import TextDecoder
 from specdec.decoding.drafting import Drafting
 from specdec.engines.engine_target import EngineTarget
 from specdec.heads.base import Drafter, Head
@@ -39,6 +40,7 @@ from specdec.measuring.report import (
     count_prompts,
     make_undecoded_report,
     summarise,
+    write_samples,
 )
 from specdec.proposers.auto import AutoProposer
 from specdec.proposers.base import Proposer
@@ -92,6 +94,7 @@ class Validation:
             served.CapturedCosts | None
         ] = []  # measured costs of captured passes, none or one entry
         self.texts: list[AnsweredPrompt] | None = None  # answers that are replayed
+        self.text_decoder: TextDecoder | None = None  # decoder of answers that reports keep; None: they keep none
         self.num_trained = 0  # prompts that are trained on, too
         self.seconds = dict.fromkeys(("answers", "replay", "decode", "auto"), 0.0)  # seconds of validation so far
         self.prompt_seconds: float | None = (
@@ -129,7 +132,8 @@ class Validation:
     def _decode_all(self, frozen: Head) -> Report:
         """The report of decoding all prompts: figures of different prompts cannot be compared."""
         results = self._decode(frozen, len(self.prompts))
-        report = self._add_captured(add_categories(self._summarise(results), results, self._summarise), frozen)
+        report = add_categories(self._summarise_decoded(results), results, self._summarise)
+        report = self._add_captured(report, frozen)
         return replace(report, by_prompt=count_prompts(results))
 
     def _replay_all(self, candidates: dict[str, Head]) -> tuple[str, Report]:
@@ -202,7 +206,8 @@ class Validation:
         kept_names = [name for name in vars(report) if name.startswith("replayed_")]
         kept_names += ["candidates", "ema", "step", "training", "by_category", "by_tag", "by_prompt"]
         kept_figures = {name: getattr(report, name) for name in kept_names}
-        return self._add_captured(replace(self._summarise(self._decode(frozen, num)), **kept_figures), frozen)
+        report = self._summarise_decoded(self._decode(frozen, num))
+        return self._add_captured(replace(report, **kept_figures), frozen)
 
     def _add_captured(self, report: Report, frozen: Head) -> Report:
         """The report, on a GPU with the speedup of an engine. Its costs depend on sizes only, and are measured once."""
@@ -292,6 +297,11 @@ class Validation:
             temperature=self.settings.temperature,
             adapted=self.target.adapted,
         )
+
+    def _summarise_decoded(self, results: list[PromptResult]) -> Report:
+        """The report with the text of some answers."""
+        samples = write_samples(results, self.text_decoder) if self.text_decoder else []
+        return replace(self._summarise(results), samples=samples)
 
     def _finish_report(self, report: Report, step: int | None) -> Report:
         """Adds shape, step, experts and fast paths to a report, and prints it."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
 from specdec.core import devices, fast, files, hub, precision, progress
+from specdec.core.answer_text import TextDecoder
 from specdec.core.option_types import prefix_option_names, raise_first
 from specdec.core.sampling import Sampling
 from specdec.engines.client import EngineClient
@@ -92,6 +93,7 @@ def make_trainer(
     )
     check_validation(validation, drafter, source=config.data.heldout, ema=config.train.ema)
     validation.texts, validation.num_trained = texts, num_trained
+    validation.text_decoder = TextDecoder.from_tokenizer(tokenizer)
     features = make_features(config, drafter, packs, accelerator, engine)
     inputs = {"heldout": reading.digest_prompts(facts.heldout), **digest_target(target)}
     scheduler = optimization.make_schedule(optimizer, config.optimizer, steps=config.train.steps)

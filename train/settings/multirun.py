@@ -32,7 +32,7 @@ def refuse_launcher(arguments: Sequence[str]) -> str | None:
     """The sentence for a multirun under a launcher, which would start every job in every process; None without one."""
     if LAUNCHER_VARIABLE not in os.environ and int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return None
-    return f"error: a multirun starts its jobs itself: python train.py {' '.join(arguments)}"
+    return f"a multirun starts its jobs itself: python train.py {' '.join(arguments)}"
 
 
 def name_run(run: str, swept: Sequence[str], *, is_default: bool) -> str:
@@ -49,7 +49,7 @@ def name_run(run: str, swept: Sequence[str], *, is_default: bool) -> str:
 class Multirun:
     """The jobs of a sweep. arguments: words of the command line; runs, failed: folders of finished and failed jobs"""
 
-    arguments: Sequence[str]
+    arguments: Sequence[str] = ()
     runs: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 

@@ -288,6 +288,13 @@ class RunOptions(Options):
     train: TrainOptions
     validation: Annotated[ValidationOptions, FREE]
 
+    @field_validator("run")
+    @classmethod
+    def check_run(cls, run: str) -> str:
+        sentence = f"run={run} leaves checkpoints/, where runs are: give a name, or the absolute path of a folder."
+        raise_first({sentence: ".." in Path(run).parts and not Path(run).is_absolute()})
+        return run
+
     @field_validator("template")
     @classmethod
     def read_template(cls, template: dict) -> dict:

@@ -73,7 +73,8 @@ def write_facts(
 def spell_out_options(config: dict, arguments: list[str]) -> list[str]:
     """The arguments with the run's own decisions, which may differ elsewhere. `train.steps` replaces LENGTH_OPTIONS."""
     option_values, given_options = config_files.flatten(config), {each.partition("=")[0]: each for each in arguments}
-    kept_arguments = [each for name, each in given_options.items() if name not in (*LENGTH_OPTIONS, "resume")]
+    left_out = (*LENGTH_OPTIONS, "resume", "hydra.searchpath")
+    kept_arguments = [each for name, each in given_options.items() if name not in left_out]
     names = [
         name for name in list_auto_options() if name in option_values and name not in (*LENGTH_OPTIONS, *given_options)
     ]

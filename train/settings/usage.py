@@ -1,6 +1,5 @@
-"""--help of train.py, and the sentences for options and choices that do not exist."""
+"""--help of train.py, and the sentences for what a command line cannot be."""
 
-import difflib
 import pkgutil
 import re
 from collections.abc import Sequence
@@ -8,13 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra._internal.utils import get_args_parser
 
-from specdec.core.option_types import describe_bounds, describe_unknown, find_options, list_fields
+from specdec.core.option_types import (
+    describe_bounds,
+    describe_unknown,
+    describe_unknown_choice,
+    find_options,
+    list_fields,
+)
 from specdec.options import config_files
 from specdec.options.command_defaults import NO_BOUNDS
 from train.settings.options import RunOptions
 
 YAML_KEY = re.compile(r"^( *)(\w+):")
+FLAGS_OF_FOLDERS = ("--config-", "-cd", "-cp", "hydra.searchpath")  # beginnings; further YAML is in their folders
 COMMAND_GROUPS = ("proposer", "suite", "protocol", "command")  # groups of other commands
 
 
@@ -55,21 +62,43 @@ def show_file(name: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def refuse_choices(arguments: Sequence[str]) -> str | None:
-    """The sentence for the first GROUP=NAME without a file; None if all have one, or the user has a folder of YAML."""
-    if any(argument.startswith(("--config-", "-cd", "-cp", "hydra.searchpath")) for argument in arguments):
+def refuse_arguments(arguments: list[str]) -> str | None:
+    """The sentence for what no run can be made of; None if all is known, or the user has a folder of YAML.
+
+    arguments: the words of the command line, with texts quoted for Hydra
+    """
+    if not arguments:
+        heads = ", ".join(config_files.list_files("head"))
+        return f"Say which head to train, as in: accelerate launch train.py head=eagle. There are: {heads}."
+    words, unknown_flags = get_args_parser().parse_known_args(arguments)
+    for word in [*unknown_flags, *words.overrides]:
+        if "=" not in word and not word.startswith("~"):
+            return f"{word!r} is not of the form key=value, such as head=eagle. See --help."
+    if any(argument.startswith(FLAGS_OF_FOLDERS) for argument in arguments):
         return None
+    return refuse_choices(words.overrides) or find_unknown_option(words.overrides)
+
+
+def describe_composing_error(error: Exception) -> str:
+    """Hydra's error about a command line as one sentence."""
+    first_line = str(error).partition("\n")[0].rstrip(".")
+    if match := re.fullmatch("Could not override '(.*)'", first_line):
+        return f"There is no option {match[1]!r} beside these choices of head=, target= and the others. See --help."
+    if match := re.fullmatch("Ambiguous value for argument '(.*)'", first_line):
+        return f"{match[1]} has several values: give one, or -m too, for a run with each (docs/tracking.md)."
+    return f"{first_line}. See --help."
+
+
+def refuse_choices(arguments: Sequence[str]) -> str | None:
+    """The sentence for the first GROUP=NAME without a file; None if all have one."""
     groups = set(list_groups())
     for group, _, value in (argument.partition("=") for argument in arguments):
-        if group not in groups or re.search(r"[^\w.,/+-]", value):  # such as glob(*)
+        if group not in groups or value.endswith((")", "]", "}")):  # such as glob(*)
             continue
         files = config_files.list_files(group)
-        for name in value.split(","):
+        for name in value.strip("'").split(","):
             if name.removesuffix(".yaml") not in files:
-                close = difflib.get_close_matches(name, files, n=1, cutoff=0.5)
-                guess = f" Did you mean {close[0]!r}?" if close else ""
-                advice = f"Leave {group}= out, or give one of: {', '.join(files)}."
-                return f"error: There is no {group} {name!r}.{guess} {advice}"
+                return describe_unknown_choice(group, name, files)
     return None
 
 

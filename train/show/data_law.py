@@ -1,4 +1,4 @@
-"""The gain from more data: a law fitted to a run's own validations, and the sentence that names its limits.
+"""What a run's log says about its data: that they are too few, or the gain from more by a law of its validations.
 
 The law is log(a / (1 - a)) = level + slope log(tokens), with one acceptance rate a for all depths. Tokens that are read
 again count less than new ones. E epochs of U tokens count as U (1 + R (1 - exp(-(E - 1) / R))) new ones (2305.16264,
@@ -8,12 +8,19 @@ equation 5; its R of 15.4 was measured on language models).
 import math
 import statistics
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 MIN_POINTS = 4  # validations that a line needs, so that its error says something
 MIN_SPAN = 3.0  # largest number of tokens over the smallest; a shorter line says little about twice as many
 TOKEN_FACTORS = (2, 4)  # multiples of the tokens so far that the sentence is about
 REPEAT_DECAY = 15.4  # R of the law
+MIN_READS = 4 / 3  # times that the data are read, above which all texts of text tau were read before: the last quarter
+SHORTAGE_RATIO = 1.5  # drafts accepted in training texts over those in held-out prompts, for data that are too few
+TAU_STEP, MIN_GAIN = 0.5, 0.1  # a larger tau is a multiple of this step, and larger by this at least
+MAX_FACTOR = 100  # times the tokens so far, above which a line through one run says nothing
+# results/47-right-by-default.md, and checkpoints/shipped/mtp/README.md
+KNOWN = "On the default target, chains of 4 had tau 1.5 from 0.1 M tokens, 1.8 from 0.8 M and 2.2 from 5.5 M."
 
 
 def tau_of(rate: float, depth: int) -> float:
@@ -38,8 +45,17 @@ def count_new_tokens(num_read: float, num_unique: float) -> float:
     return num_unique * (1 + REPEAT_DECAY * (1 - math.exp(-num_repeats / REPEAT_DECAY)))
 
 
-def list_points(log: Iterable[dict[str, Any]], depth: int) -> list[tuple[float, float, float]]:
-    """The validations that a law can be fitted to: tokens read, tokens of the data, replayed tau of a chain."""
+class Point(NamedTuple):
+    """A validation. num_read, num_unique: tokens read and tokens of the data; highest: upper end of tau's interval"""
+
+    num_read: float
+    num_unique: float
+    tau: float
+    highest: float
+
+
+def list_points(log: Iterable[dict[str, Any]]) -> list[Point]:
+    """The validations of a log that have a replayed tau and count tokens."""
     points = []
     for row in log:
         validation = row.get("validation")
@@ -47,41 +63,113 @@ def list_points(log: Iterable[dict[str, Any]], depth: int) -> list[tuple[float, 
             continue
         training, tau = validation.get("training") or {}, validation.get("replayed_tau")
         num_read, num_unique = training.get("tokens"), training.get("unique_tokens")
-        if num_read and num_unique and tau and 1 < tau < 1 + depth:
-            points.append((float(num_read), float(num_unique), tau))
+        if num_read and num_unique and tau:
+            _, highest = validation.get("replayed_tau_ci") or (tau, tau)
+            points.append(Point(num_read, num_unique, tau, highest))
     return points
 
 
-def describe_more_data(log: Iterable[dict[str, Any]], *, depth: int) -> str | None:
-    """A sentence from the rows of a run's log.jsonl; None for too few validations. depth: drafts of the chain"""
-    points = list_points(log, depth)
-    distinct_reads = {num_read for num_read, _, _ in points}
+@dataclass(frozen=True)
+class Law:
+    """The law of a run's validations. points: the validations; depth: drafts of the chain"""
+
+    points: list[Point]
+    depth: int
+    slope: float
+    level: float
+
+    @property
+    def new_counts(self) -> list[float]:
+        """The new tokens that each validation's tokens are worth."""
+        num_unique = self.points[-1].num_unique
+        return [count_new_tokens(point.num_read, num_unique) for point in self.points]
+
+    def predict_tau(self, num_tokens: float) -> float:
+        """tau after so many new tokens."""
+        return tau_of(1 / (1 + math.exp(-self.level - self.slope * math.log(num_tokens))), self.depth)
+
+    def count_tokens(self, tau: float) -> float:
+        """The new tokens that this tau needs; infinite where tau did not rise, or for more than MAX_FACTOR allows."""
+        rate = rate_of(tau, self.depth)
+        if self.slope <= 0:
+            return math.inf
+        exponent = (math.log(rate / (1 - rate)) - self.level) / self.slope
+        return math.exp(exponent) if exponent <= math.log(MAX_FACTOR * self.new_counts[-1]) else math.inf
+
+
+def fit_law(points: list[Point], depth: int) -> Law | None:
+    """The law of these validations; None for too few, or too short a line. depth: drafts of the chain"""
+    points = [point for point in points if 1 < point.tau < 1 + depth]
+    distinct_reads = {point.num_read for point in points}
     if len(distinct_reads) < MIN_POINTS or max(distinct_reads) < MIN_SPAN * min(distinct_reads):
         return None
-
-    # The law
-    num_read, num_unique, _ = points[-1]
-    new_counts = [count_new_tokens(num_read_then, num_unique) for num_read_then, _, _ in points]
-    rates = [rate_of(tau, depth) for _, _, tau in points]
+    law = Law(points, depth, 0.0, 0.0)
+    rates = [rate_of(point.tau, depth) for point in points]
     log_odds = [math.log(rate / (1 - rate)) for rate in rates]
-    slope, level = statistics.linear_regression([math.log(count) for count in new_counts], log_odds)
+    slope, level = statistics.linear_regression([math.log(count) for count in law.new_counts], log_odds)
+    return replace(law, slope=slope, level=level)
 
-    def tau_after(num_tokens: float) -> float:
-        return tau_of(1 / (1 + math.exp(-level - slope * math.log(num_tokens))), depth)
 
-    # The gains that it predicts, and its error
-    tau_today = tau_after(new_counts[-1])
+def describe_data(log: Iterable[dict[str, Any]], *, depth: int) -> str | None:
+    """What the rows of a run's log.jsonl say about its data: that they are too few, else the gain from more.
+
+    None where the validations are too few to say. depth: drafts of the chain
+    """
+    rows = list(log)
+    points = list_points(rows)
+    law = fit_law(points, depth)
+    text_taus = [row["tau"] for row in rows if "tau" in row]
+    if points and text_taus and is_short(points[-1], text_taus[-1]):
+        return describe_shortage(points[-1], text_taus[-1], describe_need(law, points[-1].tau, depth))
+    return None if law is None else describe_more_data(law)
+
+
+def is_short(newest: Point, text_tau: float) -> bool:
+    """Whether a head knows the texts that it has read again, and held-out prompts much less.
+
+    It then accepts SHORTAGE_RATIO times as many drafts in its texts, and their tau is above the interval of the others.
+    """
+    is_read_again = newest.num_read >= MIN_READS * newest.num_unique
+    return is_read_again and text_tau > max(newest.highest, 1 + SHORTAGE_RATIO * (newest.tau - 1))
+
+
+def describe_shortage(newest: Point, text_tau: float, need: str) -> str:
+    """Sentences for a run whose data are too few. need: the result of `describe_need`"""
+    return (
+        "Too little data, or held-out prompts of another kind: the head drafts its training texts at tau "
+        f"{text_tau:.2f} and held-out prompts at {newest.tau:.2f}. It has read {newest.num_unique:,.0f} tokens "
+        f"{newest.num_read / newest.num_unique:.1f} times. {need}"
+    )
+
+
+def describe_need(law: Law | None, tau: float, depth: int) -> str:
+    """How many tokens a larger tau needs, as far as it is known. tau: tau of held-out prompts"""
+    goal = TAU_STEP * math.floor((tau + MIN_GAIN) / TAU_STEP + 1)
+    num_tokens = math.inf if law is None or goal > depth + 1 - MIN_GAIN else law.count_tokens(goal)
+    if law is None or num_tokens == math.inf:
+        return f"Its validations cannot tell how many a larger tau needs. {KNOWN}"
+    rounded = round(num_tokens, -int(math.log10(num_tokens)))
+    return (
+        f"By the law of its {len(law.points)} validations, a tau of {goal:.1f} needs about {rounded:,.0f} different "
+        "tokens or more (specdec answer)."
+    )
+
+
+def describe_more_data(law: Law) -> str:
+    """The gains that a law predicts, and its error."""
+    new_counts, (num_read, num_unique, *_) = law.new_counts, law.points[-1]
+    tau_today = law.predict_tau(new_counts[-1])
     gains = []
     for factor in TOKEN_FACTORS:
-        with_new = tau_after(new_counts[-1] + (factor - 1) * num_read) - tau_today
-        with_same = tau_after(count_new_tokens(factor * num_read, num_unique)) - tau_today
+        with_new = law.predict_tau(new_counts[-1] + (factor - 1) * num_read) - tau_today
+        with_same = law.predict_tau(count_new_tokens(factor * num_read, num_unique)) - tau_today
         gains.append(
             f"{factor} times the tokens {with_new:+.2f} with new texts and {with_same:+.2f} with the same ones again"
         )
-    largest_error = max(abs(tau_after(count) - tau) for count, (_, _, tau) in zip(new_counts, points))
+    largest_error = max(abs(law.predict_tau(count) - point.tau) for count, point in zip(new_counts, law.points))
     return (
         f"More data: tau {tau_today:.2f} after {num_read / 1e6:.3g} M tokens, {num_read / num_unique:.1f} times the "
-        f"{num_unique / 1e6:.3g} M of the data; {', '.join(gains)}. This is a trend of {len(points)} validations of "
-        f"one run, which it misses by up to {largest_error:.2f}; within a run the falling learning rate helps too, so "
-        "it is more likely too high than too low."
+        f"{num_unique / 1e6:.3g} M of the data; {', '.join(gains)}. This is a trend of {len(law.points)} validations "
+        f"of one run, which it misses by up to {largest_error:.2f}; within a run the falling learning rate helps too, "
+        "so it is more likely too high than too low."
     )

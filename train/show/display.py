@@ -1,9 +1,11 @@
 """The texts and tables that a training run prints."""
 
+import shlex
 from collections.abc import Callable
 
 from rich.table import Table
 
+from specdec.checkpoint import read_json
 from specdec.core.progress import Results
 from specdec.core.resumable import read_rows
 from specdec.heads.base import Head
@@ -11,6 +13,12 @@ from specdec.measuring.page import format_figure
 from specdec.measuring.report import TAU, Report, describe_candidates, describe_losslessness, format_by_depth
 from train.data.packing import Packs
 from train.show import data_law
+
+NEXT_COMMANDS = (  # commands for the head of a run; its folder, its held-out prompts and what is beside it are put in
+    "specdec generate checkpoint={run} prompt='Why is the sky blue?'",
+    "specdec evaluate checkpoint={run} prompts={heldout} limit=8{others}",
+    "specdec serve checkpoint={run}",
+)
 
 
 def print_start(print_main: Callable[[str], None], drafter: Head, packs: Packs, num_prompts: int) -> None:
@@ -91,18 +99,32 @@ def list_figures(report: Report) -> dict[str, str]:
 
 
 def print_end(console: Results, trainer) -> None:
-    """Prints how to continue an interrupted run; of a finished one, its best step, its cost and the next command."""
+    """Prints how to continue an interrupted run; then its best step, its cost, what its data lacked, and commands."""
     if trainer.stop_signal and trainer.step < trainer.settings.steps:
         console.say(
             f"Interrupted after step {trainer.step}; saved. Run the same command with resume=true (or resume=auto, "
             "which a scheduler may repeat) to continue."
         )
-    if trainer.best:
-        best = f"{trainer.folder.path}/step_{trainer.best['step']:06d}"
-        figure = trainer.validation.figure_name.replace("_", " ")
-        console.say(f"best {figure} {trainer.best['figure']:.3f}: {best}")
-        console.say(trainer.validation.describe_cost(trainer.seconds))
-        rows = read_rows(trainer.folder.path / "log.jsonl") if trainer.accelerator.is_main_process else []
-        if more_data := data_law.describe_more_data(rows, depth=trainer.validation.drafting.depth):
-            console.say(more_data)
-        console.say(f"next: python scripts/generate.py checkpoint={best} prompt='...'")
+    if not trainer.best or not trainer.accelerator.is_main_process:
+        return
+    folder, validation = trainer.folder.path, trainer.validation
+    best = folder / f"step_{trainer.best['step']:06d}"
+    report = Report.from_json(read_json(best / "report.json"), source=str(best / "report.json"))
+    console.say(f"best {describe_best(report, validation.figure_name)}: {best}")
+    console.say(f"trained on {trainer.tokens_read:,} tokens; {validation.describe_cost(trainer.seconds)}")
+    if sentences := data_law.describe_data(read_rows(folder / "log.jsonl"), depth=validation.drafting.depth):
+        console.say(sentences)
+    texts = {"run": str(folder), "heldout": trainer.folder.settings["data.heldout"]}
+    quoted_texts = {name: shlex.quote(text) for name, text in texts.items()}
+    quoted_texts["others"] = "" if validation.adapts_target else " proposers=suffix,auto"  # they share the plain target
+    for number, command in enumerate(NEXT_COMMANDS):
+        console.say(f"{'' if number else 'next:':<6}{command.format(**quoted_texts)}")
+
+
+def describe_best(report: Report, figure_name: str) -> str:
+    """tau and speedups of the best step, with intervals. figure_name: name of the tau that chose it"""
+    tau = format_figure(getattr(report, figure_name), getattr(report, f"{figure_name}_ci"))
+    measured = {name: text for name, text in list_figures(report).items() if text and "predicted" not in name}
+    speedups = [f"{name} {text}" for name, text in measured.items() if name.startswith("speedup")]
+    decoded = f"; on {report.num_prompts} prompts: {', '.join(speedups)}" if speedups else ""
+    return f"{figure_name.replace('_', ' ')} {tau}{decoded}"

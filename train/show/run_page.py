@@ -9,26 +9,35 @@ from typing import Any
 from markupsafe import Markup
 
 from specdec import checkpoint
-from specdec.core import files
 from specdec.core.resumable import read_rows
+from specdec.measuring.certainty import Gain, rate_gains
 from specdec.measuring.charts import ChartCurve, chart_bars, chart_lines, format_number
-from specdec.measuring.page import Section, Table, format_figure, render_page
+from specdec.measuring.page import KEY, Section, Table, Verdict, format_figure, write_page
 from specdec.measuring.report import TAU, Report, describe_losslessness
 from train.show import data_law
 
 PAGE = "report.html"
 LOSSES_PER_MEAN = 20  # logged losses in a point of the smoothed curve, which then shows its trend
-MIN_SPEEDUP = 1.05  # lower bound of the speedup's interval for the answer yes: plain decoding is simpler to serve
+MAX_PROMPT = 300  # characters of a prompt's end that stand above its answer
 INTERVALS = "A chain of K drafts can reach K + 1. Intervals are 95 % bootstrap intervals over prompts."
+FACT_UNITS = {"seconds": "s", "peak_memory": "GB", "tokens_per_second": "tokens/s", "tokens": "tokens"}
+NEXT = {
+    "Compare it with other ways to draft:": "specdec evaluate checkpoint={run} proposers=suffix",
+    "See at which load it pays:": "specdec choose checkpoint={run} proposers=suffix",
+    "Try it, with drafts and without, in a browser:": "specdec serve checkpoint={run}",
+}
 
 
-def write_page(run: Path) -> Path:
+def write_run_page(run: Path) -> Path:
     """Writes the page of a run's best checkpoint beside its report.json, and returns its path.
 
     Raises ValueError for a folder without a checkpoint.
     """
-    path = checkpoint.resolve(run) / PAGE
-    files.write_text(path, render_run(read_run(run)))
+    path, document = checkpoint.resolve(run) / PAGE, read_run(run)
+    report = Report.from_json(document["report"])
+    sections = list_sections(report, document["log"], document["about"], run)
+    title = f"{document['name']}, step {report.step}"
+    write_page(path, title, figures=document, verdicts=[rate_speedup(report)], sections=sections)
     return path
 
 
@@ -47,45 +56,50 @@ def read_run(run: Path) -> dict[str, Any]:
     }
 
 
-def rate_speedup(report: Report) -> tuple[str, str]:
+def rate_speedup(report: Report) -> Verdict:
     """Whether this head is worth serving: yes, no or unsure, and a sentence."""
     if not report.decoded or report.speedup is None or report.speedup_ci is None:
         return "unsure", (
             f"Not known: tau is {report.replayed_tau:.2f}, but nothing was decoded with the clock running. "
             "specdec evaluate measures the speedup."
         )
-    shape, speedup, (low, high) = f"the {report.shape or 'fixed shape'}", report.speedup, report.speedup_ci
-    num_prompts = report.num_prompts
-    if report.auto and report.auto["speedup"] > speedup:
-        shape, speedup, (low, high) = "proposer=auto", report.auto["speedup"], report.auto["speedup_ci"]
-        num_prompts = report.auto.get("num_prompts", num_prompts)
-    sentence = (
-        f"{format_figure(speedup)} times as fast as plain decoding ({low:.2f} .. {high:.2f}) with {shape}, "
-        f"on {num_prompts} prompts"
-    )
-    if low >= MIN_SPEEDUP:
-        return "yes", f"Yes: {sentence}."
-    if high < 1:
-        return "no", f"No: {sentence}."
-    return "unsure", f"Not sure: {sentence}. More prompts would tell (validation.num_prompts, specdec evaluate)."
+    gain = Gain(f"the {report.shape or 'fixed shape'}", report.speedup, report.speedup_ci, report.num_prompts)
+    if report.auto and report.auto["speedup"] > report.speedup:
+        num = report.auto.get("num_prompts", report.num_prompts)
+        gain = Gain("proposer=auto", report.auto["speedup"], report.auto["speedup_ci"], num)
+    return rate_gains([gain], unit="prompts", remedy="validation.num_prompts, validation.share, specdec evaluate")
 
 
-def render_run(document: dict[str, Any]) -> str:
-    """The page as HTML. document: the result of `read_run`"""
-    report, log, facts = Report.from_json(document["report"]), document["log"], document["about"]
+def list_sections(report: Report, log: Sequence[dict], facts: dict[str, Any], run: Path) -> list[Section]:
+    """The sections of the page. log, facts: parts of `read_run`; run: the run's folder"""
     verdicts = [f"The answers: {describe_losslessness(report)}."] if report.decoded else []
-    more_data = data_law.describe_more_data(log, depth=len(report.replayed_survival or report.survival or []))
-    command = Markup("<p>The command that repeats it:</p><pre>{}</pre>").format(facts["command"]) if facts else ""
-    sections = [
+    more_data = data_law.describe_data(log, depth=len(report.replayed_survival or report.survival or []))
+    commands = [(label, command.format(run=run)) for label, command in NEXT.items()]
+    repeat = [("The command that repeats it:", facts["command"])] if facts else []
+    return [
         Section(texts=[*verdicts, f"tau: {TAU}. {INTERVALS}"], tiles=list_tiles(report)),
+        Section("Answers", body=colour_answers(report.samples)),
         Section("Drafts", charts=chart_drafts(report)),
         Section("By category", table=tabulate("category", report.by_category)),
         Section("By tag", table=tabulate("tag", report.by_tag)),
         Section("The run", texts=[more_data] if more_data else [], charts=chart_log(log)),
-        Section("Data, training and environment", table=tabulate_facts(report, facts), body=command),
+        Section("Next", commands=commands),
+        Section("Data, training and environment", table=tabulate_facts(report, facts), commands=repeat),
     ]
-    title = f"{document['name']}, step {report.step}"
-    return render_page(title, figures=document, verdict=rate_speedup(report), sections=sections)
+
+
+def colour_answers(samples: Sequence[dict]) -> Markup:
+    """Texts of prompts, each above its answer with the accepted drafts coloured. samples: see `write_samples`"""
+    blocks = [KEY] if samples else []
+    for sample in samples:
+        pieces = []
+        for text, place in sample["pieces"]:
+            pieces.append(Markup('<span class="d{}">{}</span>' if place else "{1}").format(min(place, 4), text))
+        prompt = sample["prompt"].strip()
+        shown = "... " * (len(prompt) > MAX_PROMPT) + prompt[-MAX_PROMPT:]
+        answer = Markup("").join(pieces)
+        blocks.append(Markup('<p class="soft">{}</p><div class="answer">{}</div>').format(shown, answer))
+    return Markup("").join(blocks)
 
 
 def tabulate_facts(report: Report, facts: dict[str, Any]) -> Table:
@@ -95,8 +109,10 @@ def tabulate_facts(report: Report, facts: dict[str, Any]) -> Table:
     for group, values in groups.items():
         for name, value in values.items() if isinstance(values, dict) else ():
             if value is not None:
-                text = format_number(value) if isinstance(value, int | float) else str(value)
-                rows.append([f"{group}: {name}", text])
+                unit = FACT_UNITS.get(name, "")
+                size = value / 1e9 if unit == "GB" else value
+                text = format_number(size) if isinstance(size, int | float) else str(size)
+                rows.append([f"{group}: {name.replace('_', ' ')}", f"{text} {unit}".strip()])
     return Table(["fact", "value"], rows)
 
 
@@ -107,8 +123,8 @@ def list_tiles(report: Report) -> list[tuple[str, str, str]]:
         ("tau, replayed", report.replayed_tau, report.replayed_tau_ci),
         ("tau, best candidates", (report.candidates or {}).get("oracle_tau"), None),
         ("tau, decoded", report.tau, report.tau_ci),
-        (f"speedup, {report.shape or 'fixed'}", report.speedup, report.speedup_ci),
-        ("speedup, auto", auto.get("speedup"), auto.get("speedup_ci")),
+        (f"times plain, {report.shape or 'fixed'}", report.speedup, report.speedup_ci),
+        ("times plain, auto", auto.get("speedup"), auto.get("speedup_ci")),
         ("tokens/s with drafts", report.tokens_per_second, report.tokens_per_second_ci),
         ("tokens/s without", report.baseline_tokens_per_second, None),
     ]
@@ -149,7 +165,7 @@ def chart_log(log: Sequence[dict]) -> list[Markup]:
     title = "tau of held-out prompts (with 95 % intervals) and of training texts"
     return [
         chart_lines(loss_curves, x="step", y="loss", title="Loss of training steps"),
-        chart_lines(tau_curves, x="step", y="tau", title=title),
+        chart_lines(tau_curves, x="step", y="tau, tokens a round", title=title),
     ]
 
 
@@ -181,11 +197,11 @@ def chart_drafts(report: Report) -> list[Markup]:
         ]
         groups = [("rounds that accept so many drafts", survival), ("of those that accept one less", acceptance)]
         title = "Survival, and acceptance given the drafts before"
-        charts.append(chart_bars(groups, depths, x="drafts", y="share", title=title))
+        charts.append(chart_bars(groups, depths, x="draft", y="share", title=title))
     if report.candidates:
         groups = [("recall", report.candidates["recall"]), ("the target's mass", report.candidates["mass"])]
         title = "Candidates: share of tokens that are among them, and the target's probability of all of them"
-        charts.append(chart_bars(groups, depths, x="drafts", y="share", title=title))
+        charts.append(chart_bars(groups, depths, x="draft", y="share", title=title))
     if stage_times:
         time_groups = [("ms", [*stage_times.values()])]
         charts.append(chart_bars(time_groups, [*stage_times], x="part of a round", y="ms", title="Time of a round"))

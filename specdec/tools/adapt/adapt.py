@@ -37,6 +37,7 @@ from specdec.core.option_types import (
     raise_first,
 )
 from specdec.core.resumable import check_settings
+from specdec.core.wording import format_count
 from specdec.export.folder import STITCHED_CARD
 from specdec.heads.base import Drafter, Head
 from specdec.measuring.answer_prompts import AnswerOptions, answer_prompts
@@ -299,8 +300,8 @@ def check_heldout(heldout: adaptation.Answers, length: int) -> None:
     num = len({answer.conversation for answer in heldout if len(answer.prompt) + 2 <= length})
     if num < judging.MIN_CONVERSATIONS:
         raise adaptation.TooFewAnswers(
-            f"{num} held-out conversations fit into length={length}: a head is judged by {judging.MIN_CONVERSATIONS} "
-            "or more. Give more."
+            f"length={length} has room for {format_count(num, 'held-out conversation')}: a head is judged by "
+            f"{judging.MIN_CONVERSATIONS} or more. Give more."
         )
 
 
@@ -381,7 +382,7 @@ def show_groups(
         )
         for kind in KINDS
     }
-    console.say(judging.make_groups_table(groups_by_kind))
+    console.print(judging.make_groups_table(groups_by_kind))
     return groups_by_kind
 
 

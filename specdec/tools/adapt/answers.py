@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from specdec.core.wording import format_count
 from specdec.measuring import replay
 from specdec.target.fingerprint import VERSION, Fingerprint
 from specdec.text import conversations as data
@@ -199,9 +200,8 @@ def split_newest(answers: Answers, share: float) -> tuple[Answers, Answers]:
     training = drop_known_answers(answers, heldout)
     if not training:
         raise TooFewAnswers(
-            f"{len(order)} conversations, of which {len(heldout_names)} are held out, leave nothing to train on: "
-            "record more, "
-            "lower heldout_share=, or look whether all of them have the same prompt."
+            f"Nothing is left to train on, with {len(heldout_names)} of {format_count(len(order), 'conversation')} "
+            "held out: record more, lower heldout_share=, or look whether all of them have the same prompt."
         )
     return training, heldout
 

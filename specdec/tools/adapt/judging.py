@@ -234,8 +234,8 @@ def decide_acceptance(new: TauChange, old: TauChange | None, *, tolerance: float
     objections = [] if low > 0 else [f"{rise}, which is not surely a rise."]
     if new.conversations < MIN_CONVERSATIONS:
         objections.append(
-            f"{new.conversations} held-out conversations are too few to judge a head by: {MIN_CONVERSATIONS} are "
-            "needed."
+            f"A head is judged by {MIN_CONVERSATIONS} held-out conversations or more, and there is only "
+            f"{new.conversations}."
         )
     if old and old.after is not None and 1 - old.after / old.before > tolerance:
         objections.append(

@@ -14,6 +14,7 @@ from specdec.core import progress
 from specdec.core.generation import count_rounds_reaching
 from specdec.core.group import Group
 from specdec.core.resumable import digest_folder
+from specdec.core.wording import format_count
 from specdec.heads.base import Drafter
 from specdec.measuring import evaluate
 from specdec.measuring.answers import HeldoutAnswers
@@ -46,7 +47,9 @@ def list_head_shapes(task: ChoiceTask, run: ComparedHead) -> Iterator[DrafterSha
     weights = describe_weights([run])[run.name].split()[-1]
     for shape in decoding.read_shapes(chains, options.trees):
         if depth and shape.depth > depth:
-            raise ValueError(f"trees={options.trees}: {run.name} takes {depth} steps, so no tree may be deeper.")
+            raise ValueError(
+                f"trees={options.trees}: {run.name} takes {format_count(depth, 'step')}, so no tree may be deeper."
+            )
         drafting = options.decode.make_drafting(shape)
         make_proposer = partial(drafting.proposer, run.drafter)
         num = shape.depth if shape.chain else 0
@@ -95,8 +98,8 @@ def read_texts(task: ChoiceTask) -> tuple[list[Prompt], list[AnsweredPrompt]]:
     pairs = [(prompt, text) for prompt, text in zip(prompts, texts, strict=True) if len(text.answer) > 1]
     if len(pairs) < 2:
         raise ValueError(
-            f"{task.question_set.source} gives {len(pairs)} answers of two tokens or more at decode.temperature="
-            f"{temperature:g}, and an interval over prompts needs two."
+            f"{task.question_set.source} gives {format_count(len(pairs), 'answer')} of two tokens or more at "
+            f"decode.temperature={temperature:g}, and an interval over prompts needs two."
         )
     return [prompt for prompt, _ in pairs], [text for _, text in pairs]
 

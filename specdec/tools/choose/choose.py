@@ -31,7 +31,7 @@ from specdec.tools.choose.task import MAX_DRAFTS, ChoiceTask, ChooseOptions
 from specdec.tools.judge.server import TriedServer, try_server
 from specdec.tools.suites.suites import read_questions
 
-FREE = ("out", "accept_licence", "timeout")  # options that change nothing of a choice
+FREE = ("timeout",)  # options that change nothing of a choice
 MAX_CONTEXT = 2**20  # tokens; a bound against misspelt numbers: targets have fewer positions
 
 
@@ -112,7 +112,8 @@ def write_choice(task: ChoiceTask, out: Path) -> None:
         check_settings(out / results.RESULTS_FILE, recorded, settings, advice=results.ADVICE)
     shapes = list_shapes(task)
     prompts, texts = read_texts(task)
-    notes = task.question_set.list_notes(find_head_folders(task.runs))
+    head_folders = find_head_folders(task.runs)
+    notes = task.question_set.list_notes(head_folders)
     for note in notes:
         progress.print_note(note)
     acceptance = find_acceptance(task, shapes, prompts, texts)
@@ -121,16 +122,18 @@ def write_choice(task: ChoiceTask, out: Path) -> None:
     contexts = [float(length) for length in task.contexts] or [mean_context]
     tokens = statistics.mean(len(text.answer) for text in texts)
     document = make_document(task, acceptance, costs, contexts, tokens) | {"num_answers": len(texts)}
-    measured = Measurement(
+    measurement = Measurement(
         settings,
         task.question_set,
         page.make_entries(acceptance, task.sampling.temperature, len(texts)),
         notes,
         title="Which drafter, and how many drafts",
+        verdicts=page.list_verdicts(document),
         sections=page.list_sections(document),
+        pages=results.list_pages(head_folders, costs=task.options.costs),
         extra={"choice": document},
     )
-    write_results(measured, out, task.console)
+    write_results(measurement, out, task.console, verbose=task.options.verbose)
 
 
 def list_settings(task: ChoiceTask) -> dict[str, Any]:

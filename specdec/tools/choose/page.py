@@ -5,8 +5,10 @@ from typing import Any
 
 from markupsafe import Markup
 
+from specdec.core.wording import format_count
+from specdec.measuring.certainty import Gain, rate_gains
 from specdec.measuring.charts import ChartCurve, chart_lines
-from specdec.measuring.page import Section, Table, format_figure
+from specdec.measuring.page import Section, Table, Verdict, format_figure
 from specdec.measuring.report import Report
 from specdec.measuring.results import Entry
 from specdec.tools.choose.choice import ShapeAcceptance
@@ -24,18 +26,35 @@ def make_entries(acceptance: list[ShapeAcceptance], temperature: float, num_answ
     return entries
 
 
+def list_verdicts(choice: dict[str, Any]) -> list[Verdict]:
+    """Whether the best drafter is certain, for each load of the first context. choice: see `choice` of results.json"""
+    verdicts = []
+    for row in choice["loads"]:
+        if row["context"] != choice["contexts"][0]:
+            continue
+        gains = []
+        for name, best_shape in row["drafters"].items():
+            title = ", ".join(filter(None, (name, best_shape["shape"])))
+            span = (best_shape["low"], best_shape["high"])
+            gains.append(Gain(title, best_shape["speedup"], span, choice["num_answers"]))
+        verdict = rate_gains(
+            gains, unit="answers", remedy="limit=, prompts=", condition=f" at load {row['load']}", choosing=True
+        )
+        verdicts.append(verdict)
+    return verdicts
+
+
 def list_sections(choice: dict[str, Any]) -> list[Section]:
     """The sections of the page. choice: see `choice` of results.json"""
     summary = (
-        f"{choice['num_answers']} answers. Costs: {choice['costs']['source']}. Intervals: 95 %, "
+        f"{format_count(choice['num_answers'], 'answer')}. Costs: {choice['costs']['source']}. Intervals: 95 %, "
         "of tau over prompts and of timed seconds. *: extrapolated beyond the rows, drafts or contexts that costs "
         "are known of."
     )
-    flags = [*describe_flags(choice["flags"])]
     return [
         Section("The choice", texts=[summary], table=make_table(choice), points=[*describe_crossings(choice)]),
         Section("By load", charts=chart_choice(choice)),
-        Section("Engines", points=flags),
+        Section("Engines", points=[*describe_refusals(choice["flags"])], commands=[*list_commands(choice["flags"])]),
     ]
 
 
@@ -67,26 +86,33 @@ def describe_crossings(choice: dict[str, Any]) -> Iterator[str]:
             yield f"behind {context} tokens plain is faster than {'everything' if name == 'all' else name} {load}"
 
 
-def describe_flags(flags: list[dict[str, Any]]) -> Iterator[str]:
-    """The lines of engines, then the reasons why there is none. flags: see `list_flags`"""
-    with_line = [flag for flag in flags if "line" in flag]
-    for flag in with_line:
-        yield "{drafter}, {engine}, loads {loads[0]} to {loads[1]}: {line}".format(**flag)
+def list_commands(flags: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """The lines that start engines, behind what they are for. flags: see `list_flags`"""
+    for flag in flags:
+        if "line" in flag:
+            yield "{drafter}, {engine}, loads {loads[0]} to {loads[1]}".format(**flag), flag["line"]
+
+
+def describe_refusals(flags: list[dict[str, Any]]) -> Iterator[str]:
+    """The reasons why there is no line for an engine, and what a schedule does. flags: see `list_flags`"""
     for flag in flags:
         if "reason" in flag:
             yield "{drafter}, no line for {engine}: {reason}".format(**flag)
-    if any(SCHEDULE in flag["line"] for flag in with_line):
+    if any(SCHEDULE in flag.get("line", "") for flag in flags):
         yield SCHEDULE_NOTE
 
 
 def chart_choice(choice: dict[str, Any]) -> list[Markup]:
     """Speedup and drafts of each drafter's best shape against the load, of the first context."""
     rows = [row for row in choice["loads"] if row["context"] == choice["contexts"][0]]
-    titles = {"speedup": "Speedup of each drafter at its best shape", "drafts": "Drafts in a round of that shape"}
+    titles = {
+        "speedup": ("Speedup of each drafter at its best shape", "times plain decoding"),
+        "drafts": ("Drafts in a round of that shape", "drafts"),
+    }
     charts = []
-    for figure, title in titles.items():
+    for figure, (title, y) in titles.items():
         curves = []
         for name in rows[0]["drafters"]:
             curves.append(ChartCurve(name, [(row["load"], row["drafters"][name][figure]) for row in rows]))
-        charts.append(chart_lines(curves, x="answers at once", y=figure, title=title))
+        charts.append(chart_lines(curves, x="answers at once", y=y, title=title))
     return charts

@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from specdec import DISTRIBUTION
 from specdec.core import files
 from specdec.core.constraint import FORMS
 
@@ -170,7 +171,7 @@ class GrammarCompiler:
             import llguidance.hf
         except ImportError:
             raise ValueError(
-                'A grammar needs the package llguidance: pip install "specdec[grammar]", or leave the grammar out.'
+                f"A grammar needs the package llguidance: pip install '{DISTRIBUTION}[grammar]', or leave it out."
             ) from None
         if not stop:
             raise ValueError("A grammar needs token ids that end an answer, and this target has none.")

@@ -11,6 +11,7 @@ from specdec.core import progress
 from specdec.core.option_types import SmallCount, Text
 from specdec.core.resumable import Resumable, open_resumable
 from specdec.core.sampling import Sampling
+from specdec.core.wording import format_count
 from specdec.measuring import results
 from specdec.measuring.counting import AnswerCounts, classify_end
 from specdec.measuring.evaluate import Predict
@@ -84,9 +85,11 @@ def judge_server(options: JudgeOptions, question_set: QuestionSet, predict: Pred
         levels.append(figures)
         entries.append(entry)
 
+    pages = results.list_pages(find_head_folders(runs), prediction=options.predicted)
     parts = {"server": {"url": server.url, "model": server.model, "kind": server.kind, "levels": levels}}
     title = "" if question_set.suite else title
-    write_results(Measurement(tried.settings, question_set, entries, notes, title=title, extra=parts), out, console)
+    measurement = Measurement(tried.settings, question_set, entries, notes, title=title, pages=pages, extra=parts)
+    write_results(measurement, out, console, verbose=options.verbose)
 
 
 def note_missing_turns(tried: TriedServer, prompts: dict[int, dict[str, dict]]) -> list[str]:
@@ -134,7 +137,7 @@ def measure_missing(
     missing = list_missing_batches(repeated, key, rows.rows)
     if not missing:
         return
-    label = f"{concurrency} requests at once"
+    label = f"{format_count(concurrency, 'request')} at once"
     with contextlib.ExitStack() as stack:
         connections = {
             name: stack.enter_context(server.open(concurrency)) for name, server in servers.items() if server
@@ -147,7 +150,8 @@ def measure_missing(
             rows.append({**key, "turn": number, **answered})
         num_repeated = sum(connection.client.repeated for connection in connections.values())
     if num_repeated:
-        progress.print_note(f"{label}: {num_repeated} were sent again, as their answers were lost or bad.")
+        repeated_requests = format_count(num_repeated, "request")
+        progress.print_note(f"{label}: {repeated_requests} sent again, for answers that were lost or bad.")
 
 
 def list_missing_batches(requests: list[Request], key: dict[str, int], rows: list[dict]) -> list[tuple[int, list]]:
@@ -239,11 +243,11 @@ def list_remarks(figures: dict[str, Any], *, greedy: bool) -> Iterator[str]:
     """Sentences on what limits the figures of a concurrency, and the verdict of the replay."""
     failed, foreign_tokens = figures["failed"], figures["tokens_of_others"]
     if failed:
-        yield f"{len(failed)} requests failed, first prompt {failed[0]['prompt']}: {failed[0]['error']}"
+        yield f"{format_count(len(failed), 'request')} failed, first prompt {failed[0]['prompt']}: {failed[0]['error']}"
     if foreign_tokens:
         yield (
-            f"the server generated {foreign_tokens} tokens for others, or for requests that were sent again: its "
-            "counters then do not count."
+            f"the server generated {format_count(foreign_tokens, 'token')} for others, or for requests that were sent "
+            "again: its counters then do not count."
         )
     if max(speeds["busy"] for speeds in (figures["drafted"], figures["plain"]) if speeds) > MAX_CLIENT_SHARE:
         yield "this client was busy most of the time, so speeds may be its own: measure from another machine."

@@ -45,15 +45,7 @@ PATIENCE_RATIO = 3  # an unreachable server ends the command after this many tim
 ROW_FORMAT = 2  # version of rows.jsonl; since 2 the server's counts stand under `server_counts`
 COUNTER_DELAY = 2.0  # seconds for which the counters of a server are awaited after its answers
 REFUSED_STATUSES = (400, 413, 422)  # statuses of single requests that do not fit, such as a turn that is too long
-FREE = (
-    "out",
-    "batch",
-    "loads",
-    "predicted",
-    "accept_licence",
-    "timeout",
-    "checkpoint",
-)  # options that change no answer
+FREE = ("batch", "loads", "predicted", "timeout", "checkpoint")  # options that change no answer
 Request = tuple[str, dict]  # the prompt's id, and the part of a request's body that holds it
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.core.sampling import Sampling
+from specdec.core.wording import format_count
 from specdec.decoding.drafting import Drafting
 from specdec.export.engines import make_form
 from specdec.export.layout import drop_draft_vocab
@@ -119,15 +120,16 @@ def describe_verdict(figures: dict[str, Any]) -> str:
         verdict = "served is NOT what was trained"
     elif abs(served / replayed - 1) >= TOLERANCE:  # above temperature 0 tau as served is one draw of an expectation
         verdict = "whether served = trained cannot be told from these answers"
-    verdict += (
-        f": tau {served:.3f} served, {replayed:.3f} replayed along the same {figures['answers']} answers with chains "
-    )
+    answers = format_count(figures["answers"], "answer")
+    verdict += f": tau {served:.3f} served, {replayed:.3f} replayed along the same {answers} with chains "
     verdict += f"of {figures['depth']} ({figures['difference']:+.3f}, {low:+.3f} .. {high:+.3f})"
     if figures["same_number_of_rounds"] is not None:
         verdict += f"; {figures['same_number_of_rounds']} took as many rounds"
     differences = figures["differences"]
     if not differences:
-        return verdict + (f"; all rounds of {compared} answers accept as many drafts." if compared else ".")
+        return verdict + (
+            f"; all rounds of {format_count(compared, 'answer')} accept as many drafts." if compared else "."
+        )
     first = min(differences, key=lambda difference: difference["round"])
     return (
         f"{verdict}. {len(differences)} of {compared} answers part, prompt {first['prompt']} first, with the draft "

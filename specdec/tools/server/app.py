@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from specdec.core.answer_text import StopStrings, TextDecoder, TextStream
 from specdec.core.constraint import Constraint
 from specdec.core.generation import Ends, count_rounds_reaching
+from specdec.core.wording import format_count
 from specdec.text import token_text
 from specdec.tools.grammar.grammar import Grammar
 from specdec.tools.server.engine import End, Engine, Event, Job, ServedRound
@@ -281,7 +282,7 @@ def _queue_request(served: ServerContext, settings: RequestSettings, constraint:
     if tokens_left < 1 or (settings.token_limit or 0) > tokens_left:
         new_ones = f" and {settings.token_limit} new ones" if settings.token_limit else ""
         raise RequestError(
-            f"A prompt of {len(prompt)} tokens{new_ones} exceeds the {served.max_length} tokens "
+            f"A prompt of {format_count(len(prompt), 'token')}{new_ones} exceeds the {served.max_length} tokens "
             "that this server allows "
             "(max_length=).",
             parameter="max_tokens" if tokens_left >= 1 else "messages",

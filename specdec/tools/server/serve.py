@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from specdec import checkpoint, loading
+from specdec import DISTRIBUTION, checkpoint, loading
 from specdec.core import progress
 from specdec.core.option_types import Count, Duration, Text
 from specdec.core.sampling import Sampling
@@ -60,7 +60,7 @@ def run_server(options: ServeOptions) -> None:
 
         from specdec.tools.server.app import ServerContext, make_app
     except ImportError as error:
-        raise ValueError(f"Serving needs more packages ({error}): pip install '.[serve]'") from error
+        raise ValueError(f"Serving needs more packages ({error}): pip install {DISTRIBUTION}") from error
     listening = open_port(options.host, options.port)
     recorder = Recorder(options.record) if options.record is not None else None
     loaded = loading.load_proposer(options, options.target, options.decode.make_drafting())

@@ -7,7 +7,6 @@ A question has one or more turns. The target's own answer to a turn comes before
 """
 
 import dataclasses
-import difflib
 import functools
 import itertools
 import random
@@ -21,6 +20,7 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from specdec import loading
+from specdec.core.option_types import describe_unknown_choice
 from specdec.measuring import questions
 from specdec.measuring.counting import SPECDEC, Counting
 from specdec.measuring.questions import Question, QuestionOptions, QuestionSet, name_request
@@ -105,9 +105,7 @@ def read_conf(kind: str, name: str) -> dict[str, Any]:
     """Reads conf/KIND/NAME.yaml. Raises ValueError for a name that does not exist."""
     names = list_names(kind)
     if name not in names:
-        close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        guess = f" Did you mean {close[0]}?" if close else ""
-        raise ValueError(f"There is no {kind}={name}.{guess} There are: {', '.join(names)}.")
+        raise ValueError(describe_unknown_choice(kind, name, names))
     return yaml.safe_load((CONF / kind / f"{name}.yaml").read_text())
 
 

@@ -1,5 +1,6 @@
 """The text of tokens that come one by one: its pieces are the whole text, for every kind of vocabulary."""
 
+import functools
 import itertools
 import random
 from dataclasses import replace
@@ -31,15 +32,24 @@ def tokenise(kind: str, text: str) -> list[int]:
     return TOKENIZERS[kind](text, add_special_tokens=False)["input_ids"]
 
 
+BYTES_OF_SIGNS = {sign: byte for byte, sign in bytes_to_unicode().items()}
+
+
+@functools.cache
+def list_entries(kind: str) -> list[str]:
+    """The entries of the vocabulary by token, those of special tokens empty."""
+    tokenizer = TOKENIZERS[kind]
+    special, names = set(tokenizer.all_special_ids), tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    return ["" if token in special else name for token, name in enumerate(names)]
+
+
 def reference(kind: str, tokens: list[int]) -> str:
-    """The text of the tokens, from the bytes of their entries in the vocabulary; special ones have none."""
-    tokenizer, written = TOKENIZERS[kind], b""
-    signs = {sign: byte for byte, sign in bytes_to_unicode().items()}
-    special = tokenizer.all_special_ids
-    names = tokenizer.convert_ids_to_tokens([token for token in tokens if token not in special])
+    """The text of the tokens, from the bytes of their entries in the vocabulary."""
+    entries, written = list_entries(kind), b""
+    names = [entries[token] for token in tokens if entries[token]]
     for name in names:
         if kind == "bytes":
-            written += bytes(signs[sign] for sign in name)
+            written += bytes(BYTES_OF_SIGNS[sign] for sign in name)
         elif name.startswith("<0x"):
             written += bytes([int(name[3:5], 16)])
         else:

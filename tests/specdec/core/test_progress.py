@@ -7,6 +7,7 @@ import re
 import select
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -45,11 +46,39 @@ def test_plain_lines_are_the_first_the_last_and_one_in_thirty_seconds(choose, cl
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.splitlines() == [
         "answering: 0/100 answers",
-        "answering: 30/100 answers, 50 tokens/s, 70 s left",
-        "answering: 60/100 answers, 50 tokens/s, 40 s left",
-        "answering: 90/100 answers, 50 tokens/s, 10 s left",
+        "answering: 1/100 answers, 50 tokens/s, 2 min left",  # of long work, as soon as it is known
+        "answering: 31/100 answers, 50 tokens/s, 69 s left",
+        "answering: 61/100 answers, 50 tokens/s, 39 s left",
+        "answering: 91/100 answers, 50 tokens/s, 9 s left",
         "answering: 100/100 answers in 2 min, 5,000 tokens, 50 tokens/s",
     ]
+
+
+def test_the_time_left_is_that_of_the_units_done_and_falls_between_them(choose, clock):
+    choose("quiet")
+    with progress.start_task("decoding", 3, unit="requests") as task:
+        assert str(task) == "0/3 requests"
+        clock[0] += 20
+        task.advance()
+        assert str(task) == "1/3 requests, 0.05 requests/s, 40 s left"
+        clock[0] += 10  # within the second unit
+        assert str(task) == "1/3 requests, 0.05 requests/s, 30 s left"
+        clock[0] += 60
+        assert str(task) == "1/3 requests, 0.05 requests/s, 0 s left"
+    with progress.start_task("decoding", 1, unit="requests") as task:
+        assert str(task) == "0/1 request"
+
+
+def test_sentences_are_broken_between_words_on_a_terminal_only(monkeypatch, capsys):
+    text = "first line\n" + "word " * 30 + "a/path/that/is/longer/than/the/terminal"
+    progress.Results().say(text)
+    assert capsys.readouterr().out == text + "\n"
+    console = progress.Results()
+    monkeypatch.setattr(type(console), "is_terminal", True)
+    console.width = 30
+    console.say(text)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["first line", *["word word word word word word"] * 5, "a/path/that/is/longer/than/the/terminal"]
 
 
 def test_plain_lines_are_never_wrapped_and_have_no_control_characters(choose, capsys, monkeypatch):
@@ -129,6 +158,30 @@ def on_terminal(arguments, cwd, *, until=None, number=signal.SIGINT, **environme
     return printed, status
 
 
+@contextlib.contextmanager
+def own_terminal(monkeypatch, **environment):
+    """Within, this process writes on a pseudo-terminal. -> the pieces of all that it wrote, complete at the end"""
+    master, slave = pty.openpty()
+    printed: list[str] = []
+
+    def read():
+        with contextlib.suppress(OSError):  # Linux's word for the end of a terminal
+            while True:
+                printed.append(os.read(master, 65536).decode(errors="replace"))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with open(slave, "w") as terminal, monkeypatch.context() as patch:
+        for name in ("stdout", "stderr"):
+            patch.setattr(sys, name, terminal)
+        for name, value in {"TERM": "xterm", "COLUMNS": "150", **environment}.items():
+            patch.setenv(name, value)
+        yield printed
+        progress.close_display()
+    reader.join()
+    os.close(master)
+
+
 @pytest.fixture(scope="module")
 def answering(folder, tmp_path_factory):
     """Arguments of answer.py for work that takes longer than a busy machine needs to send a signal."""
@@ -149,23 +202,28 @@ def test_a_script_on_a_terminal_shows_rate_and_time_left_and_then_the_cursor(num
     assert number != signal.SIGINT or printed.rstrip().endswith("run the same command again to continue.")
 
 
-def test_a_terminal_without_cursor_movement_gets_plain_lines(answering, tmp_path):
-    small = [*answering, f"out={tmp_path}/answers.jsonl", "limit=8"]
-    printed, status = on_terminal(small, tmp_path, TERM="dumb")
-    assert status == 0 and "\x1b" not in printed and "answering: 0/8 answers" in printed, printed[-2000:]
+def test_a_terminal_without_cursor_movement_gets_plain_lines(answering, tmp_path, monkeypatch):
+    with own_terminal(monkeypatch, TERM="dumb") as printed:
+        answer.main([*map(str, answering[1:]), f"out={tmp_path}/answers.jsonl", "limit=8"])
+    text = "".join(printed)
+    assert "\x1b" not in text and "answering: 0/8 answers" in text, text[-2000:]
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_training_on_a_terminal_shows_loss_rate_and_time_left(stopped, folder, tmp_path):
-    steps = 100_000 if stopped else 60
-    rare = ["train.log_every=1000", "train.save_every=100000", "validation.auto=never", "validation.max_new_tokens=30"]
-    steps = [f"train.steps={steps}", f"train.validate_every={100_000 if stopped else 20}"]
-    command = [ROOT / "train.py", *train_overrides(folder, "seen", *steps, *rare)]
-    until = r"training.*[\d,]+/[\d,]+ steps  loss [\d.]+  text tau [\d.]+  [\d,]+ tokens/s  \d+ (s|min) left"
-    printed, status = on_terminal(command, tmp_path, until=until if stopped else None)
-    assert status == (130 if stopped else 0), printed[-3000:]
-    assert re.search(until, printed) and printed.rindex(SHOW) > printed.rindex(HIDE)
-    if stopped:
-        assert "resume=true" in printed
-    else:
-        assert re.search(r"training[^\n]*steps[^\n]*\n[^\n]*validation: ", printed.replace("\r", ""))
+RARE = ("train.log_every=1000", "train.save_every=100000", "validation.auto=never", "validation.max_new_tokens=30")
+TRAINING = r"training.*[\d,]+/[\d,]+ steps  loss [\d.]+  text tau [\d.]+  [\d,]+ tokens/s  \d+ (s|min) left"
+
+
+def test_training_on_a_terminal_shows_loss_rate_and_time_left_until_ctrl_c(folder, tmp_path):
+    steps = ["train.steps=100000", "train.validate_every=100000"]
+    command = [ROOT / "train.py", *train_overrides(folder, "seen", *steps, *RARE)]
+    printed, status = on_terminal(command, tmp_path, until=TRAINING)
+    assert status == 130 and "resume=true" in printed, printed[-3000:]
+    assert re.search(TRAINING, printed) and printed.rindex(SHOW) > printed.rindex(HIDE)
+
+
+def test_training_on_a_terminal_shows_its_validation(fit, monkeypatch):
+    with own_terminal(monkeypatch) as printed:
+        assert fit("seen", "train.steps=60", "train.validate_every=20", *RARE) == 0
+    text = "".join(printed).replace("\r", "")
+    assert re.search(TRAINING, text) and text.rindex(SHOW) > text.rindex(HIDE)
+    assert re.search(r"training[^\n]*steps[^\n]*\n[^\n]*validation: ", text)

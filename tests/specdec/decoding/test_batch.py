@@ -27,9 +27,9 @@ STOP = {2}
 TREE = TreeShape(depth=3, width=2, nodes=5)
 
 
-def prompts_of(target) -> list[list[int]]:
+def prompts_of(target, num_random: int = 4) -> list[list[int]]:
     """More prompts than rows, of many lengths; their answers end at different times."""
-    texts = [random_tokens(seed, 3 + 5 * seed % 17, target.vocab_size) for seed in range(7)]
+    texts = [random_tokens(seed, 3 + 5 * seed % 17, target.vocab_size) for seed in range(num_random)]
     return [*texts, *repeating_texts(3, 12)]
 
 
@@ -101,8 +101,8 @@ def test_heads_are_joined_and_left(small_target, head, shape):
     shape = TreeShape(min(shape.depth, limit), shape.width, min(shape.depth, limit) if shape.chain else shape.nodes)
     prompts = prompts_of(small_target)
     decoder = greedy(small_target, HeadProposer(small_drafter, shape), STOP)
-    single = [decoder.generate([prompt], 24) for prompt in prompts]
-    answers = dict(decoder.answers(prompts, 24, batch_size=3))
+    single = [decoder.generate([prompt], 16) for prompt in prompts]
+    answers = dict(decoder.answers(prompts, 16, batch_size=3))
     for number, generation in enumerate(single):
         assert answers[number].tokens == generation.tokens and answers[number].accepted == generation.accepted
 
@@ -127,7 +127,7 @@ def test_a_head_that_waits_reads_the_same_whoever_joins_and_leaves(small_target,
     shape = chain_of(min(3, drafter.depth or 3))
     seldom = Seldom(drafter, shape)
     batch = seldom.batch = greedy(small_target, seldom, STOP).batch()
-    waiting = list(map(Request, prompts_of(small_target), itertools.cycle([30, 4, 12, 19])))
+    waiting = list(map(Request, prompts_of(small_target, 7), itertools.cycle([30, 4, 12, 19])))
     joined = checked = 0
     while waiting or batch.running:
         joined += admit_some(batch, waiting)

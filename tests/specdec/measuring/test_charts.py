@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from specdec.measuring.charts import ChartCurve, chart_bars, chart_lines, format_number
+from specdec.measuring.charts import ChartCurve, chart_bars, chart_intervals, chart_lines, format_number
 
 SVG = "{http://www.w3.org/2000/svg}"
 AXES = {"x": "<i>", "y": "y", "title": "<script>"}
@@ -51,10 +51,27 @@ def test_names_are_text_and_curves_have_a_legend():
         assert not re.search(r"<(b|i|script)>", str(chart))
         figure = parse(chart)
         assert figure[0].text == "<script>"
-        assert {*names, "<i>"} <= {text.text for text in figure.iter(f"{SVG}text")}
+        assert [key[0].tail for key in figure[1]] == names  # the legend, which stands before the plot
+        assert "<i>" in {text.text for text in figure.iter(f"{SVG}text")}
+        colours = set(re.findall(r"stroke: (var\(--c\d\))", ElementTree.tostring(figure[1]).decode()))
+        assert len(colours) == 3 and all(str(chart).count(colour) > 1 for colour in colours)
 
 
-def test_what_was_not_measured_is_said():
-    assert "nothing of this was measured" in chart_lines([ChartCurve("tau", [])], **AXES)
+def test_intervals_stand_one_above_the_other_beside_the_line_of_the_reference():
+    chart = chart_intervals([("<a>", 2.0, (1.5, 2.5)), ("b", 1.0, (1.0, 1.0))], reference=1.0, x="times", title="t")
+    figure = parse(chart)
+    marks = [mark for mark in figure.iter(f"{SVG}use") if "--c" in mark.get("style")]
+    (x0, y0), (x1, y1) = ((float(mark.get("x")), float(mark.get("y"))) for mark in marks)
+    assert x1 < x0 and y0 < y1 and {"<a>", "b", "times"} <= {text.text for text in figure.iter(f"{SVG}text")}
+    lines = [path.get("d").split() for path in figure.iter(f"{SVG}path") if "opacity: 0.6" in path.get("style", "")]
+    assert [float(line[1]) for line in lines] == [pytest.approx(x1, abs=0.1)]
+
+
+def test_a_series_of_one_point_is_no_chart():
+    assert chart_lines([ChartCurve("tau", []), ChartCurve("loss", [(1, 1.0)], marks=True)], **AXES) == ""
+    assert chart_bars([("a", [0.5])], ["1"], **AXES) == ""
+    assert chart_intervals([("a", 1.0, (1.0, 1.0))], x="x", title="t", reference=1.0) == ""
+    curves = [ChartCurve("alone", [(1, 1.0)]), ChartCurve("tau", [(1, 1.0), (2, 2.0)])]
+    assert "alone" not in chart_lines(curves, **AXES)
     with_gaps = [ChartCurve("loss", [(1, math.nan), (2, 1.0), (3, math.inf)], marks=True)]
     assert "<svg" in chart_lines(with_gaps, **AXES)

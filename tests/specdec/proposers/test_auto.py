@@ -1,5 +1,7 @@
 """Tests of drafting that chooses how much to draft: its answers, and its choices by given costs and a virtual clock."""
 
+import itertools
+import operator
 import random
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ import yaml
 from specdec.core.compile import Runner
 from specdec.core.generation import RoundCost
 from specdec.core.sampling import Sampling
+from specdec.core.tree import Tree
 from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
 from specdec.measuring.measure import seeded_generator
@@ -179,21 +182,61 @@ class Copies(TextProposer):
         return [Guess(int(self.random.random() < self.accuracy), 0, 0.5)]
 
 
-def decode_by_clock(
-    monkeypatch, *, accuracy, seconds, costs=None, looking=0.0, extra_seconds=0.0, rounds=600
-) -> tuple[AutoProposer, Copies, float, list[int]]:
-    """Rounds in which token 1 always follows -> proposer, copies, seconds of all rounds, and the size of each.
+class Weak(HeadProposer):
+    """Drafts token 1, right with the probability that it states: `accuracy` on average. Seconds: `steps`."""
 
-    seconds: seconds of a pass, by its nodes and the number of the round
-    extra_seconds: seconds of rounds with drafts beside their passes
-    costs: measured costs; None: the true ones of the first round
+    target_layers, compile_seconds, depth = (), 0.0, 4
+
+    def __init__(self, clock: Clock, accuracy: float, steps: dict[str, float]):
+        self.clock, self.accuracy, self.steps = clock, accuracy, steps
+        self.random, self.probabilities = random.Random(0), []  # probabilities of this round's drafts
+        self.drafter, self.cache = SimpleNamespace(vocab_size=4), SimpleNamespace(drop_pending=lambda: None)
+
+    def as_chain(self, deepest):
+        return self
+
+    def begin(self, tokens, num):
+        pass
+
+    def commit(self, tokens, features, num, counts):
+        self.probabilities = []
+
+    def absorb(self):
+        self.clock.seconds += self.steps["absorb"]
+        return None, (None, None, None)
+
+    def step(self, *arguments):
+        self.clock.seconds += self.steps["step"]
+        return None, None, None
+
+    def likeliest(self, logits, num):
+        probability = self.random.random() * 2 * self.accuracy
+        self.probabilities.append(probability)
+        return [[probability, 0.001, 0.001]], [[1 if self.random.random() < probability else 2, 0, 3]]
+
+    def expected_tokens(self, num: int) -> float:
+        """Expected tokens of a round with `num` drafts."""
+        return 1 + sum(itertools.accumulate(self.probabilities[:num], operator.mul))
+
+
+def count_ones(tree: Tree) -> int:
+    """Nodes of the tree's path on which token 1 always follows."""
+    children = {int(parent): node for node, parent in enumerate(tree.parents[0]) if tree.tokens[0, node] == 1}
+    node, num = 0, 1
+    while node in children:
+        node, num = children[node], num + 1
+    return num
+
+
+def run_rounds(monkeypatch, clock: Clock, member, costs: Costs, rounds: int, seconds) -> tuple[AutoProposer, list[int]]:
+    """Rounds in which token 1 always follows -> the proposer, and the size of each round.
+
+    seconds: seconds of a round beside drafting, by its nodes and its number
     """
-    clock = Clock()
     monkeypatch.setattr(auto_module, "time", clock)
-    copies, share = Copies(clock, accuracy, looking), SimpleNamespace(gather_values=lambda value: [value])
+    share = SimpleNamespace(gather_values=lambda value: [value])
     target = SimpleNamespace(vocab_size=4, recurrent=False, device=torch.device("cpu"), share=share)
-    curve = costs or {1: seconds(1, 0), 2: seconds(2, 0)}
-    proposer = AutoProposer(target, members=[copies], costs=Costs({1: curve}, sizes=curve))
+    proposer = AutoProposer(target, members=[member], costs=costs)
     ones, nothing = torch.ones(1, 1, dtype=torch.long), torch.zeros(1, 1, 0)
     proposer.begin(ones, ones[0])
     proposer.commit(ones, nothing, ones[0], [1])
@@ -203,12 +246,61 @@ def decode_by_clock(
         proposer.limit([10**6], frozenset())
         tree = proposer.propose(Sampling(), None)
         sizes.append(tree.tokens.shape[1])
-        verify = seconds(sizes[-1], number)
-        clock.seconds += verify + extra_seconds * (sizes[-1] > 1)
-        new = 2 if (tree.tokens[0, 1:] == 1).any() else 1
+        clock.seconds += seconds(sizes[-1], number)
+        new = count_ones(tree)
         proposer.commit(ones.repeat(1, new), nothing.repeat(1, new, 1), new * ones[0], [new])
-        proposer.record_cost(RoundCost(clock.seconds - start, 0.0, {"verify": verify}))
+        proposer.record_cost(RoundCost(clock.seconds - start, 0.0, {}))
+    return proposer, sizes
+
+
+def decode_by_clock(
+    monkeypatch, *, accuracy, seconds, costs=None, looking=0.0, extra_seconds=0.0, rounds=600
+) -> tuple[AutoProposer, Copies, float, list[int]]:
+    """Rounds with `Copies` -> proposer, copies, seconds of all rounds, and the size of each.
+
+    seconds: seconds of a pass, by its nodes and the number of the round
+    extra_seconds: seconds of rounds with drafts beside their passes
+    costs: measured costs; None: the true ones of the first round
+    """
+    clock = Clock()
+    copies, curve = Copies(clock, accuracy, looking), costs or {1: seconds(1, 0), 2: seconds(2, 0)}
+    proposer, sizes = run_rounds(
+        monkeypatch,
+        clock,
+        copies,
+        Costs({1: curve}, sizes=curve),
+        rounds,
+        lambda num, number: seconds(num, number) + extra_seconds * (num > 1),
+    )
     return proposer, copies, clock.seconds, sizes
+
+
+STEPS = [{"absorb": 0.06, "step": 0.05}, {"absorb": 0.3, "step": 0.25}]
+CHEAPEST_AT_FOUR = {1: 1.0, 2: 0.92, 3: 0.93, 4: 0.9, 5: 0.98, 8: 1.03}  # as of a CPU with units for bfloat16
+
+
+@pytest.mark.parametrize("steps", STEPS, ids=["cheap", "dear"])
+@pytest.mark.parametrize("ratios", [CHEAPEST_AT_FOUR, MIDDLE, STEEP], ids=["four", "middle", "steep"])
+@pytest.mark.parametrize("accuracy", [0.02, 0.1, 0.2, 0.3, 0.5])
+@pytest.mark.parametrize("measured", [False, True])
+def test_with_a_weak_head_it_is_as_fast_as_the_best_fixed_way(monkeypatch, measured, accuracy, ratios, steps):
+    """Expected tokens over seconds, from a process's first round on. measured: head of unknown seconds"""
+    clock, expected = Clock(), 0.0
+    head = Weak(clock, accuracy, steps)
+    costs = Costs({1: ratios}, sizes=ratios) if measured else make_costs(ratios, plain=1.0, **steps)
+
+    def verify(num: int, _) -> float:
+        nonlocal expected
+        expected += head.expected_tokens(num - 1)
+        return ratios[num]
+
+    run_rounds(monkeypatch, clock, head, costs, 300, verify)
+    speeds = [1.0]
+    for depth in (1, 2, 4):
+        tokens = sum(accuracy**level for level in range(depth + 1))
+        speeds.append(tokens / (ratios[depth + 1] + steps["absorb"] + (depth - 1) * steps["step"]))
+
+    assert expected / clock.seconds >= 0.98 * max(speeds)
 
 
 def linear_seconds(slope: float):
@@ -228,6 +320,22 @@ def test_rounds_without_drafts_cost_little(monkeypatch):
     assert 3 <= account.sizes[1] < account.rounds / 40
     with_drafts = account.tokens / account.rounds  # about 1.8
     assert account.tokens / spent > 0.99 * with_drafts / 1.1
+
+
+class Alternating(Copies):
+    """Guesses that are always right in every second round, and in one of five of the others."""
+
+    def guess(self, row):
+        self.looks += 1
+        probability = 0.9 if self.looks % 2 else 0.2
+        return [Guess(int(probability > 0.5 or self.random.random() < probability), 0, probability)]
+
+
+def test_a_round_with_a_good_guess_is_not_spent_on_the_plain_pass(monkeypatch):
+    clock, costs = Clock(), Costs({1: {1: 1.0, 2: 1.05}}, sizes=(1, 2))
+    member = Alternating(clock, 0.0, 0.0)
+    _, sizes = run_rounds(monkeypatch, clock, member, costs, 600, linear_seconds(0.05))
+    assert sizes[::2].count(1) == 0 and sizes[1::2].count(1) > 3
 
 
 def test_drafting_stops_where_its_passes_take_longer_than_measured(monkeypatch):

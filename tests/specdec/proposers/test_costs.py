@@ -29,15 +29,20 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch, cache) -> SimpleNamespace:
-    """Time that passes only in the target's passes: clock.cost(tree) seconds in each."""
-    clock, call = SimpleNamespace(seconds=0.0, cost=None), costs_module.Verifier.__call__
+    """Time that passes only in the target's passes: clock.cost(tree) seconds of work in each, and clock.pause(tree)."""
+    clock, call = (
+        SimpleNamespace(seconds=0.0, work=0.0, cost=None, pause=lambda tree: 0.0),
+        costs_module.Verifier.__call__,
+    )
 
     def verify(self, tree, *inputs, **arguments):
-        clock.seconds += clock.cost(tree)
+        clock.work += clock.cost(tree)
+        clock.seconds += clock.cost(tree) + clock.pause(tree)
         return call(self, tree, *inputs, **arguments)
 
     monkeypatch.setattr(costs_module.Verifier, "__call__", verify)
-    monkeypatch.setattr(costs_module.time, "perf_counter", lambda: clock.seconds)
+    clocks = SimpleNamespace(perf_counter=lambda: clock.seconds, process_time=lambda: clock.work)
+    monkeypatch.setattr(costs_module, "time", clocks)
     return clock
 
 
@@ -152,6 +157,18 @@ def test_the_first_start_keeps_to_its_time(small_target, clock, monkeypatch):
         assert set(costs_module.SIZES) <= set(curve)
         proposer.costs.prepare(rows)
     assert clock.seconds == spent
+
+
+def test_other_processes_change_the_level_and_not_the_ratios(small_target, clock):
+    """One thread measures by its own work, whatever sizes meet the pauses, and scales that by the seconds of all."""
+    clock.cost = lambda tree: 0.02 + 0.002 * tree.tokens.numel()
+    clock.pause = lambda tree: 0.05 * (tree.tokens.numel() in (1, 6))
+    proposer = measured(small_target)
+    greedy(small_target, proposer)
+    proposer.costs.prepare(1)
+    curve = proposer.costs.curve(1)
+    assert {num: curve[num] / curve[1] for num in curve} == pytest.approx({num: (10 + num) / 11 for num in curve})
+    assert 1.2 * 0.022 < curve[1] < 1.6 * 0.022
 
 
 def test_processes_that_measure_the_same_at_once_do_not_disturb_each_other(small_target, cache):

@@ -40,7 +40,7 @@ def test_the_newest_conversations_and_their_prompts_are_held_out_whole():
     recorded = [answer(n, prompt=[7, 7] if n in (2, 9) else [1, n]) for n in range(10)]
     training, heldout = split_newest(recorded, 0.2)
     assert name_all(heldout) == ["r8", "r9"] and "r2" not in name_all(training)
-    with pytest.raises(TooFewAnswers, match="leave nothing to train on"):
+    with pytest.raises(TooFewAnswers, match="Nothing is left to train on"):
         split_newest([answer(n, prompt=[1]) for n in range(10)], 0.2)
     _, heldout = split_newest([answer(n, time=1.0) for n in range(100)], 0.2)  # equally new ones are drawn
     assert len(heldout) == 20 and set(name_all(heldout)) != {f"r{n}" for n in range(80, 100)}
@@ -187,7 +187,7 @@ def test_a_change_is_over_conversations():
             change(1.5, 1.8, MIN_CONVERSATIONS - 1),
             change(2.0, 2.0),
             False,
-            "7 held-out conversations are too few to judge",
+            "8 held-out conversations or more, and there is only 7.",
         ),
     ],
 )

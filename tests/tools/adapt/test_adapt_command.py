@@ -74,7 +74,7 @@ def list_options(folder: Path, out: Path, *changes: str) -> list[str]:
 
 
 @pytest.fixture
-def run_adapt(adapt_folder, tmp_path, monkeypatch, run_script):
+def run_adapt(adapt_folder, tmp_path, monkeypatch, run_script, blank_charts):
     """run_adapt("key=value", ...) -> what was printed; OUT is `adapted` in a new working directory"""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("specdec.tools.adapt.judging.MAX_ANSWERS", 12)
@@ -118,7 +118,7 @@ def test_a_head_that_rises_is_taken_into_use_and_adapted_further(adapt_folder, r
 
     new_traffic = f"traffic={shutil.copytree(adapt_folder / 'traffic', tmp_path / 'more')}"
     write_rows(tmp_path / "more" / "traffic-000002.jsonl", make_rows(range(41, 61), adapt_folder / "target"))
-    with pytest.raises(ValueError, match=r"4 held-out conversations fit into length=1024: a head is judged by 8"):
+    with pytest.raises(ValueError, match=r"length=1024 has room for 4 held-out conversations: a head is judged by 8"):
         run_adapt(new_traffic)
     with pytest.raises(ValueError, match=r"of 5,000 new tokens to train on \(min_tokens\)"):
         run_adapt(new_traffic, "min_tokens=5000")
@@ -348,7 +348,7 @@ def test_options_that_cannot_be_used_are_refused(adapt_folder, run_adapt, senten
         ("2 of another target or tokenizer", [1, 2], {"tokenizer": "0" * 16}),
         ("1 without token ids or a time", [1], {"tokens": None}),
         ("1 damaged", [1], {"tokens": ["a"]}),
-        ("leave nothing to train on", [1], {}),
+        ("Nothing is left to train on", [1], {}),
     ],
 )
 def test_rows_that_cannot_be_used_are_refused(adapt_folder, run_adapt, tmp_path, sentence, numbers, changes):

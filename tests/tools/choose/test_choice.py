@@ -10,7 +10,7 @@ from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
 from specdec.measuring.report import PromptCounts
 from specdec.proposers.heads import HeadProposer
-from specdec.tools.choose import choice
+from specdec.tools.choose import choice, page
 from specdec.tools.choose.choice import ShapeAcceptance
 from specdec.tools.choose.round_costs import CostPoint, RoundCosts
 from specdec.unroll.replay import replay_answers
@@ -91,6 +91,29 @@ def test_a_schedule_covers_every_load_once():
     table = [row(1, 4, 2.0), row(2, 4, 1.9), row(4, 2, 1.5), row(8, 2, 0.9), row(16, 1, 0.8)]
     assert choice.find_schedule(table, "a") == [(1, 3, 4), (4, 7, 2), (8, 16, 0)]
     assert choice.find_schedule(table[2:3], "a") == [(1, 4, 2)]
+
+
+def test_a_choice_from_few_answers_or_between_equals_is_not_sure():
+    def judge(num, *taus):
+        acceptances = [chain(1, tau, name) for name, tau in zip("abc", taus)]
+        points = [
+            point for acceptance in acceptances for point in table((1, 1, 1.2, 1), name=acceptance.drafter).points
+        ]
+        loads = choice.choose_drafts(acceptances, RoundCosts(points, ""), loads=[1], contexts=[9, 99], tokens=50)
+        verdicts = page.list_verdicts({"loads": loads, "contexts": [9], "num_answers": num})
+        assert len(verdicts) == 1  # of the first context
+        return verdicts[0]
+
+    figures = " at load 1: 2.00 times as fast as plain decoding (1.92 .. 2.08) with a, chain of 1, on"
+    assert judge(12, 2.4, 1.2) == ("yes", f"Yes{figures} 12 answers.")
+    assert judge(2, 2.4, 1.2) == (
+        "unsure",
+        f"Not sure{figures} 2 answers. At least 8 answers would tell (limit=, prompts=).",
+    )
+    answer, sentence = judge(12, 2.4, 2.3)
+    doubt = f"Not sure{figures} 12 answers; whether b, chain of 1 is slower is not sure (1.92 times). About 25 answers"
+    assert answer == "unsure" and sentence.startswith(doubt)
+    assert judge(12, 0.9, 0.6)[0] == "no" and judge(2, 0.9, 0.6)[0] == "unsure"
 
 
 def test_predictions_are_read_from_a_document(tmp_path):

@@ -339,7 +339,7 @@ def test_without_stop_tokens_or_the_package_a_sentence_says_what_to_do(monkeypat
         pytest.importorskip("llguidance")
         GrammarCompiler(None, 10, set())
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    with pytest.raises(ValueError, match=r"specdec\[grammar\]"):
+    with pytest.raises(ValueError, match=r"specdec-drafters\[grammar\]"):
         GrammarCompiler(None, 10, {2})
 
 

@@ -305,8 +305,8 @@ def test_busy_failing_and_cut_answers_are_asked_for_again_and_counted(judge, mon
     (level,) = report["levels"]
     assert time.monotonic() - start > 0.2 and server.keys == {"Bearer secret"}
     assert level["answers"] == NUM - 1 and level["tau"] and len(level["failed"]) == 1
-    assert "that prompt again" in level["failed"][0]["error"] and "1 requests failed" in printed
-    assert "8 were sent again" in printed  # 4 tries of the one, and 4 others
+    assert "that prompt again" in level["failed"][0]["error"] and "1 request failed" in printed
+    assert "8 requests sent again" in printed  # 4 tries of the one, and 4 others
 
 
 def test_what_was_measured_is_kept_and_continued(judge):
@@ -455,7 +455,7 @@ def test_a_server_is_asked_turn_by_turn(judge, folder, tmp_path):
     ]
     write_rows(tmp_path / "question.jsonl", rows)
     head = f"checkpoint={folder / 'head'}"
-    arguments = [head, "suite=mt_bench", f"prompts={tmp_path}/question.jsonl", "batch=1", "target.dtype=float64"]
+    arguments = [head, "suite=mt_bench", f"prompts={tmp_path}/question.jsonl", "target.dtype=float64", "verbose=true"]
     with own_server(folder) as server:
         report, printed = judge(server, *arguments)
         again, _ = judge(server, *arguments)  # from the rows that are there

@@ -136,8 +136,9 @@ def test_a_report_has_the_candidates(make, target, tmp_path):
     assert f"oracle tau {known['oracle_tau']:.3f}" in replayed.shown[-1]
     (table,) = (each for each in decoded.shown if isinstance(each, Table))
     assert describe_candidates(known) in [*table.columns[1].cells]
-    page = run_page.render_run({"name": "a", "report": report.to_json(), "log": [], "about": {}})
-    assert "tau, best candidates" in page and "Candidates: share" in page
+    sections = run_page.list_sections(report, [], {}, Path("a"))
+    assert "tau, best candidates" in [name for name, *_ in sections[0].tiles]
+    assert "Candidates: share" in "".join(chart for section in sections for chart in section.charts)
     other = make_drafter(target, "dflash").frozen_copy()
     assert "candidates" not in judge(make(other), other).to_json()
 
@@ -339,7 +340,7 @@ def test_the_best_step_is_decoded_at_the_end(fit, monkeypatch, capsys):
     assert reports[1]["training"]["tokens"] < reports[2]["training"]["tokens"]
     printed = capsys.readouterr().out
     assert "step 3, chain of 2, temperature 0, 2 held-out prompts replayed, not decoded: tau replayed 1.50" in printed
-    assert "step 2, chain of 2, temperature 0, 2 held-out prompts" in printed and "best replayed tau 1.900" in printed
+    assert "step 2, chain of 2, temperature 0, 2 held-out prompts" in printed and "best replayed tau 1.90" in printed
     assert [row["validation"]["step"] for row in log_of("run") if "validation" in row] == [1, 2, 3, 2]
 
 

@@ -2,6 +2,8 @@
 
 import pkgutil
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import hydra
@@ -191,17 +193,51 @@ def test_an_unknown_option_is_named_with_the_one_that_is_like_it(option, close):
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ("experiment=blokwise", "experiment 'blokwise'. Did you mean 'blockwise'? Leave experiment= out, or"),
-        ("head=mtp,egle", "head 'egle'. Did you mean 'eagle'?"),
-        ("head=null", "head 'null'."),
-        ("target=Qwen/Qwen3-8B", "target 'Qwen/Qwen3-8B'. Did you mean 'qwen3-8b'?"),
+        ("experiment=blokwise", "experiment=blokwise. Did you mean experiment=blockwise? There are: "),
+        ("head=mtp,egle", "head=egle. Did you mean head=eagle?"),
+        ("head=null", "head=null."),
+        ("target=Qwen/Qwen3-8B", "target=Qwen/Qwen3-8B. Did you mean target=qwen3-8b?"),
     ],
 )
 def test_a_choice_without_a_file_is_refused(wrong, sentence):
     known = ["head=eagle,mtp", "head=glob(*)", "decode=chain.yaml", "train.steps=2", "heads=x", "plan=true"]
     assert usage.refuse_choices(known) is None
-    assert usage.refuse_choices([*known, wrong]).startswith(f"error: There is no {sentence}")
-    assert usage.refuse_choices([wrong, "--config-dir=mine"]) is None
+    assert usage.refuse_choices([*known, wrong]).startswith(f"There is no {sentence}")
+    assert usage.refuse_arguments([wrong, "--config-dir=mine"]) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("", "Say which head to train, as in: accelerate launch train.py head=eagle. There are: consistency, dflash"),
+        ("head=eagel", "There is no head=eagel. Did you mean head=eagle? There are: consistency"),
+        ("head=[eagle", "There is no head=[eagle. Did you mean head=eagle?"),
+        ("head=eagle train.stepz=3", "There is no option 'train.stepz'. Did you mean 'train.steps'? See --help."),
+        ("--head eagle", "'--head' is not of the form key=value, such as head=eagle. See --help."),
+        ("eagle", "'eagle' is not of the form key=value, such as head=eagle. See --help."),
+        ("plan=h100x9", "There is no machine=h100x9. Did you mean machine=h100x8?"),
+        # What Hydra alone finds
+        ("head=eagle,mtp", "head=eagle,mtp has several values: give one, or -m too, for a run with each"),
+        ("head=eagle head.drafter.num_modules=2", "There is no option 'head.drafter.num_modules' beside these choices"),
+        ("head=eagle ~nothing", "Could not delete from config. 'nothing' does not exist. See --help."),
+        ("--config-dir nowhere head=eagle", "Additional config directory"),
+    ],
+)
+def test_a_wrong_command_line_of_training_gets_one_sentence(words, sentence, monkeypatch, capfd):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    assert ended.value.code.startswith(f"error: {sentence}") and "\n" not in ended.value.code
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_run_stays_in_its_folder():
+    for name in ("../x", "a/../../x"):
+        with pytest.raises(ValueError, match=rf"^run={name} leaves checkpoints/, where runs are: give a name, or"):
+            read_run(compose(f"run={name}"))
+    for name in ("a/b", "/elsewhere/x", "a..b"):
+        assert read_run(compose(f"run={name}")).run == name
 
 
 # Names of runs

@@ -48,6 +48,11 @@ class Reader(HTMLParser):
 
 
 @pytest.fixture
+def blank_charts() -> None:
+    """Charts are drawn."""
+
+
+@pytest.fixture
 def best_step(fit, folder, tmp_path):
     """A finished run's best step."""
     write_rows(
@@ -75,6 +80,11 @@ def test_a_run_leaves_a_page_that_says_what_its_report_says(best_step, monkeypat
     assert {f"{shown[0]:.2f}", f"{shown[1]:.2f}", f"{shown[2]:.2f}", f"{shown[3]:.2f}"} <= set(page_reader.tiles)
     assert run_page.rate_speedup(Report.from_json(report))[1] in "".join(page_reader.texts)
     assert {"hostile", "plain"} <= set(page_reader.texts)  # a tag and a category
+    assert len(report["samples"]) == 2 and HOSTILE in report["samples"][0]["prompt"]
+    texts = "".join(page_reader.texts)
+    for sample in report["samples"]:
+        assert "".join(piece for piece, _ in sample["pieces"]) in texts and sample["prompt"].strip() in texts
+    assert "specdec serve checkpoint=checkpoints/paged" in page_reader.texts
     assert (
         len(text) < 1_000_000 and set(page_reader.addresses) == {"data:,"} and "<img" not in text.split("<script>")[0]
     )
@@ -89,7 +99,7 @@ UNMEASURED = (
     "tau_ci survival acceptance tokens_per_second tokens_per_second_ci baseline_tokens_per_second ms_per_round speedup "
     "speedup_ci"
 )
-AUTO = {"speedup": 1.3, "speedup_ci": [1.2, 1.4], "num_prompts": 4}
+AUTO = {"speedup": 1.3, "speedup_ci": [1.2, 1.4], "num_prompts": 9}
 
 
 def make_report(**figures) -> Report:
@@ -110,13 +120,23 @@ def make_report(**figures) -> Report:
         (1.05, [1.049, 1.06], {}, "unsure", "Not sure: 1.05 times"),
         (1.1, [0.9, 1.3], {}, "unsure", "Not sure: 1.10 times"),
         (0.8, [0.7, 0.9], {}, "no", "No: 0.80 times"),
-        (0.8, [0.7, 0.9], {"auto": AUTO}, "yes", "with proposer=auto, on 4 prompts"),
+        (1.5, [1.4, 1.6], {"num_prompts": 2}, "unsure", "on 2 prompts. At least 8 prompts would tell (validation.num"),
+        (0.8, [0.7, 0.9], {"auto": AUTO}, "yes", "with proposer=auto, on 9 prompts"),
         (None, None, {"tau": None}, "unsure", "tau is 1.90, but nothing was decoded"),
     ],
 )
 def test_whether_a_head_is_worth_serving_is_one_sentence(speedup, interval, figures, answer, sentence):
     verdict = run_page.rate_speedup(make_report(speedup=speedup, speedup_ci=interval, **figures))
     assert verdict[0] == answer and sentence in verdict[1]
+
+
+def test_accepted_drafts_of_answers_are_coloured():
+    pieces = [["<b>", 0], [" one", 1], [" two", 2], [" six", 6], ["", 0]]
+    body = run_page.colour_answers([{"prompt": "x" * 400, "pieces": pieces}])
+    assert body.startswith(page.KEY) and f"<p>... {'x' * 300}</p>" in body.replace(' class="soft"', "")
+    coloured = '<span class="d1"> one</span><span class="d2"> two</span><span class="d4"> six</span>'
+    assert f'<div class="answer">&lt;b&gt;{coloured}</div>' in body
+    assert run_page.colour_answers([]) == ""
 
 
 def test_the_command_of_a_page_says_what_the_run_decided():
@@ -126,5 +146,6 @@ def test_the_command_of_a_page_says_what_the_run_decided():
         "solve_packs": 0,
         "head": {"vocab_size": None},
     }
-    command = record.spell_out_options(config, ["head=mtp", "resume=auto", "train.epochs=4", "data.length=640"])
+    arguments = ["head=mtp", "hydra.searchpath=[file:///folder]", "resume=auto", "train.epochs=4", "data.length=640"]
+    command = record.spell_out_options(config, arguments)
     assert command == ["head=mtp", "data.length=640", "head.vocab_size=null", "solve_packs=0", "train.steps=70"]
