@@ -99,8 +99,9 @@ def plan_demo(speeds: Speeds, sizes: TextSizes, *, minutes: float) -> DemoPlan:
     limits = [60 * minutes * share for share in SHARES]
 
     # The answer that is shown twice
+    costs = COST_PASSES * speeds.token
     shown_seconds = speeds.token + speeds.drafted
-    shown_tokens = bound(limits[0] / shown_seconds, SHOWN_TOKENS)
+    shown_tokens = bound((limits[0] - costs) / shown_seconds, SHOWN_TOKENS)
 
     # Training, and both heads on the last days and elsewhere
     judged_seconds = 1.3 * speeds.read * sizes.row_tokens * (1 + ELSEWHERE_SHARE)
@@ -115,12 +116,11 @@ def plan_demo(speeds: Speeds, sizes: TextSizes, *, minutes: float) -> DemoPlan:
     # The comparison: plain decoding and three ways to draft
     answer_seconds = sizes.compared_tokens * (speeds.token + 3 * speeds.drafted)
     question_seconds = answer_seconds + 4 * sizes.prompt_tokens * speeds.read
-    costs = COST_PASSES * speeds.token
-    questions = min(bound((limits[2] - costs) / question_seconds, COMPARED_QUESTIONS), sizes.heldout)
+    questions = min(bound(limits[2] / question_seconds, COMPARED_QUESTIONS), sizes.heldout)
     seconds = (
-        shown_tokens * shown_seconds,
+        costs + shown_tokens * shown_seconds,
         fixed + num_rows * row_seconds,
-        costs + questions * question_seconds,
+        questions * question_seconds,
     )
     return DemoPlan(
         shown_tokens=shown_tokens,

@@ -14,8 +14,17 @@ from specdec.measuring import report
 from specdec.measuring.measure import MeasureSettings, Method, PromptResult, measure
 from specdec.measuring.page import format_figure
 from specdec.options import decoding, proposers
+from specdec.proposers.base import Proposer
 from specdec.text.conversations import Prompt
 from specdec.tools.demo.budget import COMPARED_TOKENS, DRAFTING, until
+
+
+def make_auto(opened: OpenTarget, head: str) -> Proposer:
+    """`auto` with a head, with the costs of this machine measured. head: checkpoint"""
+    config = proposers.configure(proposers.AUTO, settings={}, drafting=DRAFTING, checkpoint=head)
+    proposer = proposers.make_proposer(config, opened.target)
+    decoding.show_measuring(proposer)
+    return proposer
 
 
 def compare_ways(
@@ -31,12 +40,7 @@ def compare_ways(
     heads: drafters by name, the trained one last; trained: folder of the trained one
     """
     methods = [Method(name, opened.target, DRAFTING.proposer(head), DRAFTING) for name, head in heads.items()]
-    config = proposers.configure(proposers.AUTO, settings={}, drafting=DRAFTING, checkpoint=str(trained))
-    methods.append(
-        Method(f"auto with {list(heads)[-1]}", opened.target, proposers.make_proposer(config, opened.target), DRAFTING)
-    )
-    for method in methods:
-        decoding.show_measuring(method.proposer)
+    methods.append(Method(f"auto with {list(heads)[-1]}", opened.target, make_auto(opened, str(trained)), DRAFTING))
     settings = MeasureSettings(Sampling(temperature=0), opened.stop, COMPARED_TOKENS)
     deadline = time.perf_counter() + seconds
 

@@ -175,18 +175,18 @@ class Demo:
     def _run_part(self, number: int, title: str, action: Callable[["Demo", float], dict[str, Any]]) -> None:
         """Runs a part, and records its results and its time."""
         self.console.say(f"\n== {number}  {title} ==")
-        start, said = time.perf_counter(), self.plan.seconds[number - 1]
-        result = action(self, said * OVERRUN)
+        start, expected = time.perf_counter(), self.plan.seconds[number - 1]
+        result = action(self, expected * OVERRUN)
         seconds = time.perf_counter() - start
         self.record.write(parts=self.record.finished_parts | {str(number): result | {"seconds": seconds}})
-        self.console.say(f"Part {number} took {format_clock(seconds)}; {format_clock(said)} were said.")
+        self.console.say(f"Part {number} took {format_clock(seconds)}, of {format_clock(expected)} expected.")
 
     def show_head(self, seconds: float) -> dict[str, Any]:
         """Part 1."""
         messages = [{"role": "user", "content": self.options.question}]
         row = {"id": "question=", "prompt": self.options.question, "messages": messages}
         prompt = conversations.encode_row(self.opened.tokenizer, row)
-        return show_head(self.opened, self.drafter, prompt, self.plan.shown_tokens, self.console)
+        return show_head(self.opened, self.options.checkpoint, prompt, self.plan.shown_tokens, self.console)
 
     def train_head(self, seconds: float) -> dict[str, Any]:
         """Part 2."""

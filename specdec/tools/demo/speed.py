@@ -1,5 +1,6 @@
 """The speeds of this machine, measured in a few seconds with the target and the head of the demo."""
 
+import math
 import time
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ from specdec.tools.demo.budget import DRAFTING, Speeds
 from specdec.unroll import replay
 from specdec.unroll.plan import plan_unroll, unroll
 
-MEASURED_TOKENS = 16  # tokens that are decoded
+MEASURED_TOKENS = 24  # tokens that are decoded
 
 
 def time_second_call(work: Callable[[], object]) -> float:
@@ -26,15 +27,20 @@ def time_second_call(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def time_token(decoder: Decoder, prompt: list[int]) -> float:
+    """Seconds of a decoded token, without the prompt's pass, in an answer after one that warms up."""
+    decoder.generate([prompt], MEASURED_TOKENS)
+    return 1 / (decoder.generate([prompt], MEASURED_TOKENS).tokens_per_second or math.inf)
+
+
 def measure_speeds(head: str, drafter: Drafter, text: AnsweredPrompt) -> Speeds:
     """The speeds of decoding, of replay and of training. head: folder of the drafter; text: one of the service"""
     start, target, pair = time.process_time(), drafter.target, (text.prompt, text.answer)
     plain = Decoder(target, None, sampling=Sampling(temperature=0), stop=set())
-    token = time_second_call(lambda: plain.generate([text.prompt], MEASURED_TOKENS)) / MEASURED_TOKENS
-    drafted_decoder = DRAFTING.decoder(
+    drafting_decoder = DRAFTING.decoder(
         target, DRAFTING.proposer(drafter), sampling=plain.sampling, stop=set(), runner=plain.runner
     )
-    drafted = time_second_call(lambda: drafted_decoder.generate([text.prompt], MEASURED_TOKENS)) / MEASURED_TOKENS
+    token, drafted = (time_token(decoder, text.prompt) for decoder in (plain, drafting_decoder))
     read = time_second_call(lambda: replay.replay_answers(drafter, [pair], depth=find_depth(drafter), temperature=0))
 
     trained = checkpoint.load_for_training(head, target, {})[0]
