@@ -153,23 +153,24 @@ def replace_document(path: Path, document: dict) -> None:
 
     Raises ValueError as `write_text` does.
     """
-    for name, content in encode_document(path, document).items():
+    for name, content in encode_files(path.parent, {path.name: encode_document(document)}).items():
         write_text(path.with_name(name), content.decode())
 
 
-def encode_document(path: Path, document: dict) -> dict[str, bytes]:
-    """{name: content} of a JSON document in place of `path`, and of the file of checksums with it"""
-    return encode_file(path, json.dumps(document, indent=2) + "\n")
+def encode_document(document: dict) -> str:
+    """The text of a JSON document."""
+    return json.dumps(document, indent=2) + "\n"
 
 
-def encode_file(path: Path, text: str) -> dict[str, bytes]:
-    """{name: content} of a text in place of `path`, and of the file of checksums with it"""
-    content = text.encode()
-    sums = path.with_name(CHECKSUMS)
+def encode_files(folder: Path, texts: dict[str, str]) -> dict[str, bytes]:
+    """{name: content} of texts in place of files of a folder, and of the file of checksums with them"""
+    contents = {name: text.encode() for name, text in texts.items()}
+    sums = folder / CHECKSUMS
     checksums = _read_checksums(sums) if sums.exists() else {}
-    checksums.pop(path.name, None)
-    checksums[path.name] = hashlib.sha256(content).hexdigest()
-    return {path.name: content, CHECKSUMS: _write_checksums(checksums).encode()}
+    for name, content in contents.items():
+        checksums.pop(name, None)
+        checksums[name] = hashlib.sha256(content).hexdigest()
+    return contents | {CHECKSUMS: _write_checksums(checksums).encode()}
 
 
 def _read_checksums(path: Path) -> dict[str, str]:

@@ -12,6 +12,7 @@ from specdec.loading import LoadedHead, load_head
 from specdec.measuring.model_card import CardOptions, make_card, read_provenance
 
 CARD = "README.md"  # as the Hub calls a model card
+REPORT = "report.json"
 
 
 class ShareOptions(CardOptions):
@@ -59,13 +60,18 @@ def share_checkpoint(options: ShareOptions) -> None:
 def collect_files(folder: Path, document: dict) -> dict[str, Path | bytes]:
     """The files to share, as paths or changed contents, by name. document: contents of drafter.json
 
+    Texts of held-out prompts stay here: report.html, and the samples of report.json.
     Raises ValueError for a damaged file.
     """
-    paths = [folder / name for name in (*hub.FILES, "report.html")]
+    paths = [folder / name for name in hub.FILES]
     contents: dict[str, Path | bytes] = {path.name: path for path in paths if path.exists()}
-    files.check_files(*paths[:-1])
-    if document != checkpoint.read_json(folder / "drafter.json"):
-        contents |= files.encode_document(folder / "drafter.json", document)
+    files.check_files(*paths)
+    documents = {"drafter.json": document}
+    if (folder / REPORT).exists():
+        documents[REPORT] = checkpoint.read_json(folder / REPORT)
+        documents[REPORT].pop("samples", None)
+    texts = {name: files.encode_document(changed) for name, changed in documents.items()}
+    contents |= files.encode_files(folder, texts)
     if run_facts := checkpoint.read_facts(folder):
         contents[checkpoint.FACTS_FILE] = (json.dumps(run_facts, indent=1) + "\n").encode()
     return contents

@@ -41,7 +41,8 @@ def home(tmp_path_factory):
     """A target, and the run of an EAGLE-1 head with all its files; by its report drafts cost almost nothing."""
     home = tmp_path_factory.mktemp("export")
     stages = {"draft": 0.1, "verify": 20.0, "keep": 0.0, "other": 0.0}
-    report = {**REPORT, "training": TRAINING, "ms_per_round": stages}
+    samples = [{"prompt": "a secret", "pieces": [["x", 0]]}]
+    report = {**REPORT, "training": TRAINING, "ms_per_round": stages, "samples": samples}
     step = home / "run" / "step_000002"
     save_eagle(step, save_target(home / "target"), extra={"report.json": report, model_card.SERVED_FILE: SERVED})
     (home / "run" / "best").write_text("step_000002\n")
@@ -156,8 +157,8 @@ def write_card(run, path, *arguments: str) -> tuple[str, str]:
 def test_the_card_states_what_is_known(run, hub, arguments, home, tmp_path):
     printed, card = write_card(run, tmp_path / "card", *arguments, f"base_model={BASE}", "license=mit")
     assert hub.requests == [] and "nothing was uploaded" in printed and "others do not have" not in printed
-    names = "README.md SHA256SUMS drafter.safetensors about.json drafter.json report.html served.json"
-    assert all(f"\n{name} " in f"\n{printed}" for name in names.split())
+    names = "README.md SHA256SUMS drafter.safetensors about.json drafter.json report.json served.json"
+    assert all(f"\n{name} " in f"\n{printed}" for name in names.split()) and "report.html" not in printed
     metadata = yaml.safe_load(card.split("---")[1])
     tags = ["speculative-decoding", "eagle"]
     assert metadata == {"license": "mit", "base_model": BASE, "library_name": "specdec", "tags": tags}
@@ -177,7 +178,7 @@ def test_the_card_states_what_is_known(run, hub, arguments, home, tmp_path):
         "lossless: all 8 answers equal plain decoding",
         f'Speculative("{NAME}")',
         f"start={NAME}",
-        f"python scripts/export.py checkpoint={NAME} format=vllm out=exported",
+        f"specdec export checkpoint={NAME} format=vllm out=exported",
         f"vllm serve {BASE} --speculative-config",
         f"python -m sglang.launch_server --model {BASE} --speculative-algorithm EAGLE",
     ):
@@ -208,6 +209,7 @@ def test_a_pushed_head_works_by_name_in_every_script(
     assert len(repository.commits) == 2
     repository.refs["v1"] = commit
     assert json.loads(repository.commits[commit]["drafter.json"])["target"] == BASE
+    assert not any(b"a secret" in content or b"<p>page" in content for content in repository.commits[commit].values())
 
     monkeypatch.chdir(tmp_path)
     checkpoint.load(NAME, target)  # its checksums are those of the changed drafter.json

@@ -446,7 +446,7 @@ def export_accepted_head(options: AdaptOptions, home: AdaptationFolder) -> None:
     card_file = out / (STITCHED_CARD if is_native_mtp else "README.md")
     text = card_file.read_text()
     if judging.HEADING not in text:
-        for name, content in files.encode_file(card_file, f"{text}\n{card}").items():
+        for name, content in files.encode_files(card_file.parent, {card_file.name: f"{text}\n{card}"}).items():
             files.write_text(card_file.with_name(name), content.decode())
 
 
