@@ -152,6 +152,7 @@ def make_card(
     versions = {**provenance.document.get("versions", {}), **({"python": environment["python"]} if environment else {})}
     text = render_template(
         "model_card.md.jinja",
+        count=format_count,
         card=provenance,
         forms=forms,
         out=out,

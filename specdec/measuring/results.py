@@ -136,7 +136,9 @@ def describe_protocol(settings: Mapping[str, Any]) -> str:
         clauses.append(f"rule {decode['rule']}")
     clauses.append(f"tau: {SPECDEC}")
     if "machine" in settings:
-        clauses.append("{machine}, {threads} threads, torch {torch}".format(**settings))
+        clauses.append(
+            f"{settings['machine']}, {format_count(settings['threads'], 'thread')}, torch {settings['torch']}"
+        )
     if decode.get("compile"):
         clauses.append("compiled")
     return "; ".join(clauses)

@@ -167,7 +167,7 @@ def test_the_card_states_what_is_known(run, hub, arguments, home, tmp_path):
         "| conversations | 1,234 |",
         "| tokens read in training | 5.70 M, of 1.20 M different ones |",
         "| minutes of training | 1.5 |",
-        "| machine | x86_64, 2 threads, 1 processes |",
+        "| machine | x86_64, 2 threads, 1 process |",
         "| started from | user/older@abc |",
         "| trained parameters | 2.50 M |",
         f"| command | `{ABOUT['command']}` |",

@@ -11,6 +11,7 @@ from typing import Any
 from specdec import loading
 from specdec.core import files, progress
 from specdec.core.resumable import digest_bytes, open_resumable
+from specdec.core.wording import format_count
 from specdec.decoding.decoder import Decoder
 from specdec.measuring import results
 from specdec.measuring.replay import AnsweredPrompt
@@ -68,8 +69,9 @@ def estimate_costs(
         timed = [shape for shape in shapes if shape.costs == name and shape.timed]
         shapes_by_drafts = {drafts[shape.drafter, shape.shape]: shape for shape in timed}
         points += time_drafter(task, name, shapes_by_drafts, texts, MAX_COST_RATIO * highest_tau)
-    here = "{machine}, {threads} threads, {dtype}".format(**loading.describe_machine(task.opened.target))
-    return RoundCosts(points, f"rounds of this decoder, timed on {here}")
+    machine = loading.describe_machine(task.opened.target)
+    threads = format_count(machine["threads"], "thread")
+    return RoundCosts(points, f"rounds of this decoder, timed on {machine['machine']}, {threads}, {machine['dtype']}")
 
 
 def make_context(text: AnsweredPrompt, length: int | None) -> list[int]:

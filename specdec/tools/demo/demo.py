@@ -15,6 +15,7 @@ from specdec.core import files, progress
 from specdec.core.lock import hold_lock
 from specdec.core.option_types import FREE, Duration, Options, Text
 from specdec.core.resumable import check_settings
+from specdec.core.wording import format_count
 from specdec.heads.base import Drafter
 from specdec.loading import LoadedHead
 from specdec.measuring.questions import read_answers
@@ -149,9 +150,10 @@ class Demo:
     def run(self) -> None:
         """Says what the parts do and how long they take, and runs those that have not been done."""
         speeds, console = Speeds(**self.record.document["speeds"]), self.console
+        threads = format_count(torch.get_num_threads(), "thread")
         console.say(
             f"This machine: {1 / speeds.token:.1f} tokens/s of plain decoding, "
-            f"{1 / (speeds.read + speeds.step):.0f} tokens/s of training, {torch.get_num_threads()} threads."
+            f"{1 / (speeds.read + speeds.step):.0f} tokens/s of training, {threads}."
         )
         plan, finished = self.plan, self.record.finished_parts
         titles = (
