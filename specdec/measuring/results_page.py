@@ -10,6 +10,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from specdec.core import files, progress
+from specdec.core.wording import format_count
 from specdec.measuring.certainty import Gain, rate_gains
 from specdec.measuring.charts import ChartCurve, chart_intervals, chart_lines, format_number
 from specdec.measuring.counting import join_equal
@@ -58,8 +59,13 @@ class ResultsPage:
     def title(self) -> str:
         """The measurement's own title, else the suite's, else the number of methods."""
         suite = self.measurement.question_set.suite
-        methods = {entry.method for entry in self.measurement.entries}
-        return self.measurement.title or (suite["title"] if suite else f"{len(methods)} ways to draft")
+        return self.measurement.title or (
+            suite["title"] if suite else f"{format_count(self._num_methods, 'way')} to draft"
+        )
+
+    @property
+    def _num_methods(self) -> int:
+        return len({entry.method for entry in self.measurement.entries})
 
     def list_sections(self) -> list[Section]:
         """The sections of the page, in order."""
@@ -182,13 +188,14 @@ class ResultsPage:
         length = self.measurement.countings[published].compute_length(entry.counts) if published else None
         survival = report.survival or report.replayed_survival
         acceptance_by_position = format_by_depth(survival) if entry.remarks is not None and survival else ""
+        difference = entry.difference if entry.difference and self._num_methods > 1 else (None,)
         return {
             "tau": format_figure(report.tau, report.tau_ci),
             published: format_figure(length),
             "tau, replayed": format_figure(report.replayed_tau, report.replayed_tau_ci),
             "tau, best candidates": format_figure((report.candidates or {}).get("oracle_tau")),
             "accepted by position": acceptance_by_position,
-            f"tau minus that of {self.measurement.reference}": format_figure(*(entry.difference or (None,)), sign="+"),
+            f"tau minus that of {self.measurement.reference}": format_figure(*difference, sign="+"),
         }
 
     def _cells_of_speed(self, entry: Entry) -> Cells:
