@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specdec.core.wording import format_count
+
 # Answers below which nothing is certain: in simulated draws a 95 % bootstrap interval over 2, 5 and 8 answers holds the
 # true value in 49, 84 and 88 % of them
 MIN_ANSWERS = 8
@@ -45,8 +47,7 @@ def rate_gains(
     condition: words behind the answer, such as " at load 4"; choosing: unsure, too, where another may be faster
     """
     best, *rivals = sorted(gains, key=lambda gain: gain.speedup, reverse=True)
-    counted = unit.removesuffix("s") if best.num == 1 else unit
-    sentence = f"{condition}: {best} with {best.name}, on {best.num} {counted}"
+    sentence = f"{condition}: {best} with {best.name}, on {format_count(best.num, unit.removesuffix('s'))}"
     advice = f"({remedy})"
     low, high = best.span
     if best.num >= MIN_ANSWERS and high < 1:
