@@ -7,9 +7,8 @@ cache (tests/test_imports.py).
 
 import copy
 import functools
-import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_map
 from transformers.cache_utils import LinearAttentionCacheLayerMixin as StateLayer
 
 from specdec.core import masks, span_attention
+from specdec.core.cache_memory import CacheMemory, EntryShape, Groups, count_free_bytes, make_groups
 from specdec.core.cached_keys import MAX_PENDING, CachedKeys, attend_cached, find_cached_keys
 from specdec.core.devices import upload_values
 from specdec.core.span_attention import Span
@@ -155,40 +155,7 @@ def _cut_value(value: Any, *, caches: tuple, rows: Tensor, shape: tuple[int, int
     return value[:, :count] if value.shape[0] == 1 else value
 
 
-CAPACITY_MULTIPLE = 256  # of capacities from `preallocate`, so that few shapes occur
-MAX_MEMORY_SHARE = 0.25  # of a GPU's free memory in `preallocate`; an answer that ends early would waste more
-MAX_SPARE = 2  # sets of K and V kept for later answers: those of target and drafter
-
 CacheMark = tuple[Tensor, list[int]]  # lengths [B], and the same on the host
-
-
-@dataclass(frozen=True)
-class EntryShape:
-    """The shape of one token's key, or value, in a layer."""
-
-    num_heads: int
-    width: int
-    dtype: torch.dtype
-    device: torch.device
-
-
-class SpareMemory:
-    """K and V of ended answers. The next cache of the same sizes takes them, so CUDA graphs over them stay valid."""
-
-    def __init__(self) -> None:
-        self.spare: list[dict[EntryShape, Tensor]] = []
-
-    def take_groups(self, sizes: Mapping[EntryShape, tuple[int, ...]]) -> dict[EntryShape, Tensor] | None:
-        """Zero tensors of these sizes; None if there are none"""
-        for index, groups in enumerate(self.spare):
-            if {shape: group.shape for shape, group in groups.items()} == sizes:
-                for group in groups.values():
-                    group.zero_()  # hidden entries must be finite, too
-                return self.spare.pop(index)
-        return None
-
-    def keep_groups(self, groups: dict[EntryShape, Tensor]) -> None:
-        self.spare = [groups, *self.spare[: MAX_SPARE - 1]]
 
 
 class RowCache(transformers.Cache):
@@ -200,7 +167,7 @@ class RowCache(transformers.Cache):
     first.
 
     Capacity doubles when it is exceeded, so that few shapes occur. A forward pass reads the whole capacity, and its
-    mask hides unused entries. Or it reads the entries to their length; then `preallocate` allocates all at once.
+    mask hides unused entries. Or it reads the entries to their length; then `use_memory` makes room for all at once.
 
     shapes: shape of K and V of every layer in turn; None for a layer without them
     states: states of recurrent and convolution layers, which follow the committed tokens; None without such layers
@@ -221,8 +188,9 @@ class RowCache(transformers.Cache):
         self.shapes = list(shapes)
         self.states = states
         self.query_heads = query_heads
-        self.spare: SpareMemory | None = None
-        self._allocate(batch, capacity)
+        self.memory: CacheMemory | None = None  # owner of K and V; None: this cache
+        self.room = capacity  # entries that were announced
+        self._set_groups(make_groups(self._count_shapes(), batch, capacity), batch, capacity)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # [B]
         self.skipped = torch.zeros_like(self.lengths)  # [B] earlier positions without an entry here
         self.positions: Tensor | None = None  # [B, C] of the entries, after `note_positions`
@@ -245,40 +213,46 @@ class RowCache(transformers.Cache):
         (group,) = self.groups.values()
         return group.unflatten(0, (-1, 2))
 
-    def _allocate(self, batch: int, capacity: int) -> None:
-        """Allocates empty K and V.
+    def _count_shapes(self) -> Counter[EntryShape]:
+        """Number of K and V of each shape."""
+        return Counter(shape for shape in self.shapes if shape is not None)
+
+    def _set_groups(self, groups: Groups, batch: int, capacity: int) -> None:
+        """Uses the first `batch` rows of K and V, with `capacity` entries each.
 
         All layers of one shape share a tensor [n, B, heads, C, width], which `keep_path` moves at once.
         """
-        counts = Counter(shape for shape in self.shapes if shape is not None)
-        sizes = {shape: (num, batch, shape.num_heads, capacity, shape.width) for shape, num in counts.items()}
-        groups = None if self.spare is None else self.spare.take_groups(sizes)
-        self.groups = groups or {
-            shape: torch.zeros(size, dtype=shape.dtype, device=shape.device) for shape, size in sizes.items()
-        }
+        self._allocated = groups
         self.capacity = capacity
-        self._allocated = self.groups
+        self.groups = {shape: group[:, :batch] for shape, group in groups.items()}
         self.keys_and_values = self._split_groups()
 
-    def preallocate(self, num: int, spare: SpareMemory | None = None) -> None:
-        """Allocates `num` entries at once, if passes read only used ones. The cache must be empty.
+    def use_memory(self, num: int, memory: CacheMemory, *, num_rows: int = 1) -> None:
+        """Takes K and V for `num` entries from a memory, if passes read only used entries. The cache must be empty.
 
-        spare: source of the memory, to which `release` returns it
+        num_rows: rows that the batch may come to have
         """
         assert not any(self.host_lengths) and not self.pending
         if self.query_heads is None:
             return
-        capacity = max(self.capacity, -(-num // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE)
-        needed = sum(group.nbytes for group in self.groups.values()) * capacity // self.capacity
-        if needed <= MAX_MEMORY_SHARE * _free_memory(self.lengths.device):
-            self.spare = spare
-            self._allocate(len(self.host_lengths), capacity)
+        batch = len(self.host_lengths)
+        memory.expect(num, max(batch, num_rows))
+        free_bytes = count_free_bytes(self.lengths.device)
+        groups = memory.take_groups(self._count_shapes(), num_rows=batch, free_bytes=free_bytes)
+        if groups is not None:
+            self.memory, self.room = memory, num
+            self._set_groups(groups, batch, memory.capacity)
 
     def release(self) -> None:
-        """Leaves the memory to a later cache. This one is not used any more."""
-        if self.spare is not None and self.capacity == next(iter(self._allocated.values())).shape[3]:
-            self.spare.keep_groups(self._allocated)
-        self.spare = None
+        """Gives K and V back to their memory. This cache is not used any more."""
+        if self.memory is not None:
+            self.memory.keep_groups(self._allocated)
+        self.memory = None
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that the batch may have without a copy of K and V"""
+        return min((group.shape[1] for group in self._allocated.values()), default=len(self.host_lengths))
 
     @property
     def visible(self) -> int:
@@ -295,11 +269,10 @@ class RowCache(transformers.Cache):
         while self.capacity + added < end:
             added += self.capacity + added
         if added:
-            self.groups = {shape: F.pad(group, (0, 0, 0, added)) for shape, group in self.groups.items()}
+            groups = {shape: F.pad(group, (0, 0, 0, added)) for shape, group in self.groups.items()}
             self.positions = None if self.positions is None else F.pad(self.positions, (0, added))
-            self.capacity += added
-            self._allocated = self.groups
-            self.keys_and_values = self._split_groups()
+            self.release()
+            self._set_groups(groups, len(self.host_lengths), self.capacity + added)
 
     def reserve(self, num: int, counts: list[int] | None = None) -> None:
         """Announces `num` entries of the next forward pass, behind the committed and pending ones.
@@ -412,9 +385,9 @@ class RowCache(transformers.Cache):
             self.positions = self.positions.scatter(1, destination, self.positions.gather(1, source))
 
     def select(self, rows: list[int]) -> None:
-        """Keeps these rows, in this order, perhaps several times. Nothing may be pending.
+        """Keeps these rows, in this order. Nothing may be pending. A row that comes again only holds a place.
 
-        If fewer rows stay, each in its place or in that of a leaving one, only the latter are copied.
+        Only rows that change their places are copied, if each moves to the place of a leaving one.
         """
         index = upload_values(rows, self.lengths.device)
         self._select_groups(rows, index)
@@ -425,22 +398,22 @@ class RowCache(transformers.Cache):
         self.host_lengths = [self.host_lengths[row] for row in rows]
         self.slots = self.slots[index]
         self.pending = 0
-        self.keys_and_values = self._split_groups()
         if self.states is not None:
             self.states.select(index)
 
     def _select_groups(self, rows: list[int], index: Tensor) -> None:
         """Keeps K and V of `rows`. index [M]: the same numbers on the device"""
-        num = len(rows)
-        moved_rows = {goal: row for goal, row in enumerate(rows) if goal != row}
-        if num > len(self.host_lengths) or any(row < num for row in moved_rows.values()):
-            self.groups = {shape: group.index_select(1, index.to(group.device)) for shape, group in self.groups.items()}
-            self._allocated = self.groups
+        num, num_before = len(rows), len(self.host_lengths)
+        moved_rows = {goal: row for goal, row in enumerate(rows) if goal != row and goal < num_before}
+        if num > self.max_rows or any(row < num for row in moved_rows.values()):
+            groups = {shape: group.index_select(1, index.to(group.device)) for shape, group in self.groups.items()}
+            self.release()
+            self._set_groups(groups, num, self.capacity)
             return
         for group in self.groups.values():
             for goal, row in moved_rows.items():
                 group[:, goal] = group[:, row]
-        self.groups = {shape: group[:, :num] for shape, group in self.groups.items()}
+        self._set_groups(self._allocated, num, self.capacity)
 
     def replace(self, rows: list[int], source: "RowCache") -> None:
         """Writes the rows of another cache of the same layers over these rows. Nothing may be pending in either."""
@@ -501,10 +474,6 @@ class RowCache(transformers.Cache):
         """K and V of every layer in turn, [B, heads, C, width] each, empty for a layer without them"""
         parts = {shape: iter(group.unbind(0)) for shape, group in self.groups.items()}
         return [torch.empty(0) if shape is None else next(parts[shape]) for shape in self.shapes]
-
-
-def _free_memory(device: torch.device) -> float:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
 
 
 class UnrollCache:

@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map
 
 from specdec.core import fast, precision
+from specdec.core.cache_memory import CacheMemory
 from specdec.core.devices import name_cause
 
 LINEAR = {torch.ops.aten.mm.default: (None, 0, 1), torch.ops.aten.addmm.default: (0, 1, 2)}  # bias, input, weight.T
@@ -241,7 +242,7 @@ class Runner:
 
     compile: True to compile; cuda_graphs: True if `run_whole` captures CUDA graphs
         None of either: False, until decoding/fastest.py has measured the faster mode
-    `seconds`: time spent on tracing and compiling
+    `seconds`: time spent on tracing, compiling and capturing
     """
 
     def __init__(self, compile: bool | None = False, *, cuda_graphs: bool | None = False):
@@ -250,7 +251,8 @@ class Runner:
         self.compile = bool(compile)
         self.cuda_graphs = bool(cuda_graphs)
         self.seconds = 0.0
-        self.graphs = dict[tuple, Replay]()
+        self.graphs = dict[tuple, Replay]()  # the least recently used first
+        self.memories = defaultdict[object, CacheMemory](CacheMemory)  # K and V of graphs, by the kind of cache
         self.pool = GraphPool()
         self.compiled: dict[tuple, list[Callable]] = {}
         self.packed: dict[tuple, Tensor] = {}  # packed weights, by the weights' locations in memory
@@ -318,7 +320,8 @@ class Runner:
                 self.seconds = compiling + time.perf_counter() - start
             if len(self.graphs) > MAX_GRAPHS:
                 del self.graphs[next(iter(self.graphs))]
-        return self.graphs[key](*inputs)
+        replay = self.graphs[key] = self.graphs.pop(key)
+        return replay(*inputs)
 
     def _find_compiled(
         self, name: object, inputs: Sequence[Tensor], build: Callable[[], list[Callable]]

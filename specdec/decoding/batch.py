@@ -130,19 +130,18 @@ class AcceptedPath(NamedTuple):
 class Prefill:
     """Prompts that join a batch together, read up to some place.
 
-    layers: numbers of the hidden states that are kept; room: number of entries that the cache will need
+    layers: numbers of the hidden states that are kept
     `tokens` [R, T]: prompts, right-padded; `num` [R]: their lengths, `counts` on the host
     `num_read`: tokens of each prompt that were read, padding included; `read_times`: start and end of each reading
     """
 
-    def __init__(self, target: Target, layers: tuple[int, ...], prompts: list[list[int]], *, room: int = 0):
+    def __init__(self, target: Target, layers: tuple[int, ...], prompts: list[list[int]]):
         self.target, self.layers = target, layers
         self.counts = [len(prompt) for prompt in prompts]
         self.num = torch.tensor(self.counts, device=target.device)
         padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
         self.tokens = padded.to(target.device)
         self.cache = target.cache(len(prompts))
-        self.cache.preallocate(room, target.spare)
         self.num_read = 0
         self.read_times: list[tuple[Moment, Moment]] = []
         self.outputs: list[TargetOutput] = []
@@ -191,6 +190,7 @@ class Batch:
     """Decodes B requests together, one round at a time. `Decoder.batch` makes it.
 
     generator: random numbers of all requests that have none of their own
+    max_rows: requests that may run at once, for which K and V are allocated if passes are captured
     `requests` [B]: requests being decoded. A finished request keeps its row, unchanged, until `_shrink` removes it
     `last_tokens` [B]: the last token of each row
     `penalised_tokens` [B, V] bool: tokens with a repetition penalty; None: no row has a penalty
@@ -207,11 +207,17 @@ class Batch:
         verify: Verifier,
         ends: Ends,
         generator: torch.Generator | None,
+        max_rows: int,
     ):
         self.target, self.proposer, self.verify, self.ends, self.generator = target, proposer, verify, ends, generator
+        self.max_rows = max_rows
         self.default_sampling = verify.sampling  # sampling of requests that have none of their own
         self.sampling: AnySampling = self.default_sampling  # sampling of all rows
         self.runner = verify.runner
+        self.num_nodes = 1 + (proposer.nodes if proposer else 0)  # nodes of a tree, with its root
+        # K and V of this kind of batch, and of prompts that join one
+        self.memory = self.runner.memories["rows", verify.hidden_states, self.num_nodes]
+        self.joining_memory = self.runner.memories["joining prompts"]
         self.clock = RoundClock(target.device, self._compile_seconds)
         self.previous_round_marks: tuple[Moment, ...] = ()  # after the wait, after the commit, at the end
         self.requests: list[Request] = []
@@ -236,10 +242,25 @@ class Batch:
         """Returns the prompts of requests that will be admitted together. Nothing of them is read yet."""
         if not self.running:
             self.close()  # its memory may be used again
-        nodes = self.proposer.nodes if self.proposer else 0
-        room = max((len(request.prompt) + request.tokens_left for request in requests), default=0) + 1 + nodes
-        prompts = [request.prompt for request in requests]
-        return Prefill(self.target, self.verify.hidden_states, prompts, room=room)
+        prefill = Prefill(self.target, self.verify.hidden_states, [request.prompt for request in requests])
+        if self.running:
+            prefill.cache.use_memory(self._count_room(requests), self.joining_memory)
+        else:
+            self._allocate_rows(prefill.cache, requests)
+        return prefill
+
+    def expect(self, longest: int) -> None:
+        """Announces texts of at most `longest` tokens with their answers, so that one capacity serves all."""
+        self.memory.expect(longest + self.num_nodes, self.max_rows)
+
+    def _count_room(self, requests: list[Request]) -> int:
+        """Entries that the longest answer and a tree behind it may need."""
+        return max((len(request.prompt) + request.tokens_left for request in requests), default=0) + self.num_nodes
+
+    def _allocate_rows(self, cache: RowCache, requests: list[Request]) -> None:
+        """Gives the cache of a new batch its K and V; if passes are captured, for as many rows as may run."""
+        num_rows = self.max_rows if self.runner.cuda_graphs and self.joins else 1
+        cache.use_memory(self._count_room(requests), self.memory, num_rows=num_rows)
 
     @torch.inference_mode()
     def read(self, prefill: Prefill, max_tokens: int | None = None) -> None:
@@ -331,6 +352,17 @@ class Batch:
             rows = [row if self.requests[row].tokens_left else last.pop() for row in range(num)]
             self._select(rows, self._answer_lengths())
 
+    def _add_rows(self, num_added: int) -> None:
+        """Adds rows that hold no request. If passes are captured, numbers of rows are powers of two."""
+        num_before = len(self.requests)
+        num_rows = num_before + num_added
+        if self.runner.cuda_graphs and self.joins:
+            num_rows = max(num_rows, min(1 << (num_rows - 1).bit_length(), self.max_rows))
+        if num_rows > num_before:
+            self._select([*range(num_before), *[0] * (num_rows - num_before)], self._answer_lengths())
+            sampling = self.requests[0].sampling
+            self.requests[num_before:] = [Request([], 0, sampling=sampling) for _ in range(num_rows - num_before)]
+
     def _select(self, rows: list[int], answer_lengths: list[int]) -> None:
         """Goes on with these rows only, in this order. answer_lengths [B]: tokens of each answer"""
         index = upload_values(rows, self.last_tokens.device)
@@ -356,27 +388,34 @@ class Batch:
         """Starts a new batch with these requests, and returns the first token of each answer [R], or NO_TOKEN."""
         self.close()
         self.requests, self.previous_round_marks = list(requests), ()
-        self.cache = prefill.cache
+        self.cache = self._take_cache(prefill, requests)
         first, self.last_tokens, self.penalised_tokens, opening = self._start_answers(requests, prefill)
         self._update_sampling(new=True)
         if self.proposer:
             self.proposer.attach_cache(self.cache)
             self.proposer.begin(opening.tokens, opening.num)
             self.proposer.commit(opening.following, opening.features, opening.num, opening.counts)
+        self._add_rows(0)
         return first
+
+    def _take_cache(self, prefill: Prefill, requests: list[Request]) -> RowCache:
+        """The cache of prompts that open a batch, in the memory of batches."""
+        if prefill.cache.memory is not self.joining_memory:
+            return prefill.cache
+        cache = self.target.cache(len(requests))  # others ran when the prompts were begun
+        self._allocate_rows(cache, requests)
+        cache.replace([*range(len(requests))], prefill.cache)
+        prefill.cache.release()
+        return cache
 
     def _join(self, requests: list[Request], prefill: Prefill) -> Tensor:
         """Puts requests into rows of finished ones or into new rows; returns their first tokens [R], or NO_TOKEN."""
         # Find rows, and add those that are missing.
+        num_missing = len(requests) - sum(not request.tokens_left for request in self.requests)
+        if num_missing > 0:
+            self._add_rows(num_missing)
         answer_lengths = self._answer_lengths()
-        free = [row for row, request in enumerate(self.requests) if not request.tokens_left]
-        num_added = len(requests) - len(free)
-        if num_added > 0:
-            num_rows = len(self.requests)
-            self._select([*range(num_rows), *[0] * num_added], answer_lengths)  # copies, which are replaced below
-            answer_lengths += [0] * num_added
-            free += range(num_rows, num_rows + num_added)
-        rows = free[: len(requests)]
+        rows = [row for row, request in enumerate(self.requests) if not request.tokens_left][: len(requests)]
 
         # Replace these rows in all that is kept for each row.
         first, last_tokens, penalised, opening = self._start_answers(requests, prefill)

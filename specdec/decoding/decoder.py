@@ -126,7 +126,7 @@ class Decoder:
         rows = {id(request): row for row, request in enumerate(requests)}
 
         # Read the prompts.
-        batch = self.batch(generator)
+        batch = self.batch(generator, max_rows=len(prompts))
         first = batch.admit(requests)
         result.prefill_seconds += sum(request.generation.prefill_seconds for request in requests)
         _raise_fault(requests)
@@ -173,7 +173,7 @@ class Decoder:
         """
         if batch_size < 1:
             raise ValueError(f"rows={batch_size} must be at least 1.")
-        batch, numbered_prompts = self.batch(), enumerate(prompts)
+        batch, numbered_prompts = self.batch(max_rows=batch_size), enumerate(prompts)
         numbers: dict[int, int] = {}
         while True:
             # Admit as many prompts as there are free rows.
@@ -200,10 +200,17 @@ class Decoder:
             yield sum(map(len, emitted)), [(numbers.pop(id(request)), request.generation) for request in ended]
         batch.close()
 
-    def batch(self, generator: torch.Generator | None = None) -> Batch:
-        """An empty batch for requests that come and go. generator: random numbers of requests without their own"""
+    def batch(self, generator: torch.Generator | None = None, *, max_rows: int = 1) -> Batch:
+        """An empty batch for requests that come and go.
+
+        generator: random numbers of requests without their own; max_rows: requests that may run at once
+        """
         ends = Ends(frozenset(self.stop), self.stop_strings)
-        return Batch(self.target, self.proposer, self.verify, ends, generator)
+        return Batch(self.target, self.proposer, self.verify, ends, generator, max_rows)
+
+    def expect(self, longest: int, *, batch_size: int) -> None:
+        """Announces texts of at most `longest` tokens with their answers, so that one capacity serves all."""
+        self.batch(max_rows=batch_size).expect(longest)
 
     def check(self, prompts: list[list[int]], max_new_tokens: int) -> None:
         """Raises ValueError, with what to change, for a batch that `stream` does not decode."""

@@ -167,6 +167,11 @@ class Drafter(Head):
     embedding: Tensor | None  # [V, E] its own frozen embedding, with `own_embedding`; None: the target's
 
     @property
+    def repeats_step(self) -> bool:
+        """Whether steps 2, 3, .. are one function of their tensors, so that one compiled function serves all."""
+        return self.context_kind in ("path", "text")
+
+    @property
     def first_slot(self) -> int:
         """The first slot whose step 1 has its inputs, 0 or 1: slot 0 has no feature."""
         return 1 if self.target_layers else 0

@@ -172,6 +172,10 @@ class Eagle3(_Eagle):
             )
         self.lm_head = self._make_output(width) if own_output else None
 
+    @property
+    def repeats_step(self) -> bool:
+        return all(window is None for window in self.windows)
+
     def _make_output(self, width: int) -> nn.Linear:
         """An LM head, which starts as a copy of the target's if the head is as wide as the target."""
         lm_head = nn.Linear(width, self.vocab_size, bias=False)

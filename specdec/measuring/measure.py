@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from specdec.core.answer_text import StopStrings
+from specdec.core.compile import Runner
 from specdec.core.constraint import Constraint, unpack_masks
 from specdec.core.generation import Generation
 from specdec.core.sampling import Sampling
@@ -110,6 +111,8 @@ def measure(
     numbers: list[int] | None = None,
     source: str = "",
     progress: Callable[[list], Iterable] = iter,
+    earlier: dict[str, Decoder] | None = None,
+    longest: int = 0,
 ) -> Iterator[list[dict[str, PromptResult]]]:
     """Decodes each prompt plainly and by each method, round by round in turn, after a warm-up.
 
@@ -118,11 +121,14 @@ def measure(
     numbers: number of each prompt, for its random numbers and the order of methods; None: 0, 1, 2 ..
     source: name of the prompts' file, for messages
     progress: function that passes on the groups, and may end early
+    earlier: decoders of earlier measurements, see `make_decoders`; longest: tokens of the longest prompt of all of them
     Raises ValueError for a prompt that cannot be decoded, and for two methods of one name.
     """
-    decoders = make_decoders(methods, settings)
+    decoders = make_decoders(methods, settings, earlier=earlier)
+    longest = max(longest, *(len(prompt.tokens) for prompt in prompts))
     for decoder in decoders.values():
         check_prompts(decoder, prompts, settings.max_new_tokens, source=source)
+        decoder.expect(longest + settings.max_new_tokens, batch_size=settings.batch)
     for decoder in decoders.values():
         generator = seeded_generator(decoder.target, settings.seed)
         decoder.generate([prompts[0].tokens], min(WARM_UP_TOKENS, settings.max_new_tokens), generator=generator)
@@ -147,23 +153,39 @@ def measure(
         yield results
 
 
-def make_decoders(methods: Sequence[Method], settings: MeasureSettings) -> dict[str, Decoder]:
-    """A decoder for each method, and one of plain decoding for each baseline, by their names."""
+def make_decoders(
+    methods: Sequence[Method], settings: MeasureSettings, *, earlier: dict[str, Decoder] | None = None
+) -> dict[str, Decoder]:
+    """A decoder for each method, and one of plain decoding for each baseline, by their names.
+
+    earlier: decoders with these settings by name, which are used again with all that they have compiled and captured.
+        New ones are added.
+    """
+    earlier = {} if earlier is None else earlier
     decoders: dict[str, Decoder] = {}
     for method in methods:
         if method.name in decoders:
             raise ValueError(f"Two methods are called {method.name}: give them different names.")
-        runner = decoders[method.baseline].runner if method.baseline in decoders else method.drafting.runner()
-        decoder_options: dict[str, Any] = {
-            "sampling": settings.sampling,
-            "stop": settings.stop,
-            "stop_strings": settings.stop_strings,
-            "runner": runner,
-        }
-        if method.baseline not in decoders:
-            decoders[method.baseline] = Decoder(method.target, None, **decoder_options)
-        decoders[method.name] = method.drafting.decoder(method.target, method.proposer, **decoder_options)
+        if method.baseline not in earlier:
+            earlier[method.baseline] = make_plain_decoder(method.target, settings, method.drafting.runner())
+        plain = earlier[method.baseline]
+        if method.name not in earlier or earlier[method.name].proposer is not method.proposer:
+            earlier[method.name] = method.drafting.decoder(
+                method.target,
+                method.proposer,
+                sampling=settings.sampling,
+                stop=settings.stop,
+                stop_strings=settings.stop_strings,
+                runner=plain.runner,
+            )
+        decoders |= {method.baseline: plain, method.name: earlier[method.name]}
     return decoders
+
+
+def make_plain_decoder(target: Target, settings: MeasureSettings, runner: Runner) -> Decoder:
+    """A decoder without drafts. runner: compiler of the target's passes"""
+    stops: dict[str, Any] = {"stop": settings.stop, "stop_strings": settings.stop_strings}
+    return Decoder(target, None, sampling=settings.sampling, runner=runner, **stops)
 
 
 def check_prompts(decoder: Decoder, prompts: Iterable[Prompt], max_new_tokens: int, *, source: str = "") -> None:

@@ -7,9 +7,11 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdec.core import masks
-from specdec.core.cache import CacheMark, RowCache, SpareMemory
+from specdec.core.cache import CacheMark, RowCache
+from specdec.core.cache_memory import CacheMemory
 from specdec.core.compile import Runner
 from specdec.core.devices import upload_values
 from specdec.core.option_types import BatchSize, SmallCount, Text
@@ -63,8 +65,11 @@ class Committed(NamedTuple):
         return self._replace(rows=[None if row in rows else source for row, source in enumerate(self.rows)])
 
 
-def join_committed(commits: list[Committed], *, fixed: bool) -> NewTokens:
-    """Joins the tokens of several commits. fixed: whether they are padded to one of a few lengths, for compiling"""
+def join_committed(commits: list[Committed], *, length: int | None) -> NewTokens:
+    """Joins the tokens of several commits.
+
+    length: tokens of each row, padded, or a power of two for more, so that few shapes occur; None: the longest row
+    """
     first, rows = commits[0]
     if len(commits) == 1 and rows == list(range(len(first.counts))):
         return first
@@ -78,7 +83,10 @@ def join_committed(commits: list[Committed], *, fixed: bool) -> NewTokens:
         start += num_rows * length
     counts = list(map(len, token_places))
     longest = max(counts)
-    length = max(4, 1 << (longest - 1).bit_length()) if fixed else longest
+    if length is None:
+        length = longest
+    elif longest > length:
+        length = 1 << (longest - 1).bit_length()
     token_index = upload_values([places + [0] * (length - len(places)) for places in token_places], device)  # [B, S]
     tokens = torch.cat([new.tokens.flatten() for new, _ in commits])
     features = torch.cat([new.features.flatten(0, 1) for new, _ in commits])
@@ -120,7 +128,11 @@ class HeadProposer(Proposer):
         self.runner = Runner(compile, cuda_graphs=cuda_graphs)
         self.target_layers = drafter.target_layers
         self.depth, self.nodes, self.linear = shape.depth, shape.nodes, shape.chain
-        self.room, self.spare = 0, SpareMemory()
+        # Entries and rows of the batch's cache, and the memory of this drafter's cache and of prompts that join
+        self.room, self.max_rows = 0, 1
+        self.memory, self.joining_memory = CacheMemory(), CacheMemory()
+        # Places and depths as tensors: one compiled step serves all depths
+        self.numbers = torch.arange(shape.depth * max(shape.width, shape.nodes) + 2, device=drafter.target.device)
 
     @property
     def compile_seconds(self) -> float:
@@ -141,14 +153,15 @@ class HeadProposer(Proposer):
         self.runner.follow(verifier.runner)
 
     def attach_cache(self, cache):
-        self.room = cache.capacity + self.depth * self.shape.width  # pending entries are more than the nodes of a tree
+        self.room = cache.room + self.depth * self.shape.width  # pending entries are more than the nodes of a tree
+        self.max_rows = cache.max_rows
 
     def finish(self, answer_lengths):
         self.cache.release()
 
     def begin(self, tokens, num):
         self.cache = self.drafter.cache(tokens.shape[0])
-        self.cache.preallocate(self.room, self.spare)
+        self.cache.use_memory(self.room, self.memory, num_rows=self.max_rows)
         self.first_tokens = tokens[:, :1]  # [B, 1] token of slot 0, which no `commit` has
         # [B, 1, H] each: for context_kind="depth", the states of modules 1..K-1 at their newest slots
         self.carried: list[Tensor] = []
@@ -156,15 +169,40 @@ class HeadProposer(Proposer):
         self.waiting: list[Committed] = []  # tokens that `absorb` has not read yet
 
     def commit(self, tokens, features, num, counts):
-        """Only stores its arguments: `absorb` reads them for the next tree. So the last round computes nothing."""
-        if self.drafter.first_slot == 0 and self.cache.get_seq_length() == 0 and not self.waiting:
+        """Only stores its arguments: `absorb` reads them for the next tree. So the last round computes nothing.
+
+        If rounds are captured, a prompt is read at once, up to its last token: all rounds have one shape.
+        """
+        opens = self.cache.get_seq_length() == 0 and not self.waiting
+        if self.drafter.first_slot == 0 and opens:
             tokens, num, counts = (
                 torch.cat([self.first_tokens, tokens], dim=1),
                 num + 1,
                 [count + 1 for count in counts],
             )
-        self.waiting.append(Committed(NewTokens(tokens, features, num, counts), list(range(len(counts)))))
+        new = NewTokens(tokens, features, num, counts)
+        if opens and self.runner.cuda_graphs and min(counts) > 1:
+            new = self._read_prompts(new)
+        self.waiting.append(Committed(new, list(range(len(counts)))))
         self.absorbed = None
+
+    @torch.no_grad()
+    def _read_prompts(self, new: NewTokens) -> NewTokens:
+        """Reads all but the last token of each row. Returns the last ones, in the shape of a round's tokens."""
+        tokens, features, num, counts = new
+        self.cache.make_room(tokens.shape[1])
+        before_last = NewTokens(tokens[:, :-1], features[:, :-1], num - 1, [count - 1 for count in counts])
+        self._read(before_last, Runner())
+        last_token, last_feature = _select_newest(tokens, num), _select_newest(features, num)
+        shape = len(counts), self.round_tokens
+        return NewTokens(
+            last_token.expand(*shape), last_feature.expand(*shape, -1), torch.ones_like(num), [1] * len(counts)
+        )
+
+    @property
+    def round_tokens(self) -> int:
+        """Columns of the tokens that a round commits."""
+        return self.depth + 1
 
     def select(self, rows, answer_lengths):
         index = upload_values(rows, self.first_tokens.device)
@@ -178,6 +216,7 @@ class HeadProposer(Proposer):
     def replace(self, rows, answer_lengths, opening):
         assert self.absorbed is None, "prompts join after a round"
         opened = copy.copy(self)
+        opened.memory, opened.max_rows = self.joining_memory, 1
         opened.begin(opening.tokens, opening.num)
         opened.commit(opening.following, opening.features, opening.num, opening.counts)
         index = upload_values(rows, self.first_tokens.device)
@@ -247,7 +286,7 @@ class HeadProposer(Proposer):
         inputs = [new.tokens, new.features, new.num, self.cache.lengths, *self.carried, self.parents, *draws]
         name = "draft", self.shape, sampling if draws or self.shape.chain else None
         tokens, parents, newest, state, logits, shared_logits, *graph_outputs = self.runner.run_whole(
-            name, draft_round, inputs, self.cache.keys_and_values
+            name, draft_round, inputs, list(self.cache.groups.values())
         )
         probs = graph_outputs.pop() if draws else None
         self.carried, self.absorbed = graph_outputs, (newest, StepOutput(state, logits, shared_logits))
@@ -275,7 +314,7 @@ class HeadProposer(Proposer):
 
     def _take_waiting(self, *, fixed: bool) -> NewTokens:
         """Takes the tokens that were not read yet, and makes room for them and for drafts in the cache."""
-        new, self.waiting = join_committed(self.waiting, fixed=fixed), []
+        new, self.waiting = join_committed(self.waiting, length=self.round_tokens if fixed else None), []
         drafts = max(self.shape.depth * self.shape.width, self.shape.nodes)  # levels of a sampled tree may be wider
         self.cache.make_room(new.tokens.shape[1] + drafts)
         return new
@@ -310,11 +349,20 @@ class HeadProposer(Proposer):
                 state, shared_logits[:, d - 2 : d - 1].expand(-1, tokens.shape[1], -1), shared_logits[:, :0]
             )
 
-        def step(state, tokens, seen, lengths, *halves):
-            return self._step(d, state, tokens, seen, self.cache.with_tensors(halves, lengths, pending=pending))
+        if self.drafter.repeats_step and self.runner.by_shape:
+            d_traced, most = 2, (self.shape.depth - 1) * self.shape.width
+            seen = F.pad(seen, (0, max(0, most - seen.shape[-1])))  # one shape for all steps
+        else:
+            d_traced = d
 
-        inputs = state, tokens, seen, self.cache.lengths, *self.cache.keys_and_values
-        state, logits = self.runner(("step", d, pending), step, *inputs)
+        def step(state, tokens, seen, lengths, depth, places, *halves):
+            positions = (lengths + depth)[:, None].expand_as(tokens)
+            view = self.cache.with_tensors(halves, lengths, slots=lengths[:, None] + places)
+            return self._step(d_traced, state, tokens, seen, positions, view)
+
+        depth, places = self.numbers[self.drafter.first_slot + d - 2], self.numbers[pending : pending + tokens.shape[1]]
+        inputs = state, tokens, seen, self.cache.lengths, depth, places, *self.cache.keys_and_values
+        state, logits = self.runner(("step", d_traced), step, *inputs)
         return StepOutput(state, logits, logits[:, :0])
 
     def likeliest(self, logits: Tensor, num: int) -> tuple[list, list]:
@@ -405,12 +453,10 @@ class HeadProposer(Proposer):
             state, _ = drafter.step(d, h, tokens, positions, _mask_lagging(mask, d, cache), cache)
         return *newest, *states
 
-    def _step(self, d: int, state, tokens, seen, cache: RowCache) -> tuple[Tensor, Tensor]:
-        """Computes `step` from tensors and a cache made of tensors."""
+    def _step(self, d: int, state, tokens, seen, positions, cache: RowCache) -> tuple[Tensor, Tensor]:
+        """Computes `step` from tensors and a cache made of tensors. positions [B, w]: positions of the tokens"""
         drafter, mask = self.drafter, None
-        positions = (cache.lengths + drafter.first_slot + d - 2)[:, None].expand_as(tokens)
         if drafter.context_kind not in ("none", "block"):
-            cache.reserve(tokens.shape[1])
             if drafter.context_kind == "depth":
                 seen = torch.zeros_like(seen)  # the earlier nodes are entries of other modules; a node sees itself
             mask = cast(Tensor, cache.sees(seen))

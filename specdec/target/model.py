@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.core import cached_keys, fast, files, masks, precision
-from specdec.core.cache import LayerStates, RowCache, SpareMemory
+from specdec.core.cache import LayerStates, RowCache
 from specdec.core.cached_keys import CachedKeys
 from specdec.core.compile import join_products, run_block
 from specdec.core.devices import name_cause
@@ -97,7 +97,7 @@ class Target:
         self.quantisation = quantisation or name_quantisation(
             model.config
         )  # method, such as bitsandbytes-4bit; None: not quantised
-        self.shards, self._compiles, self.spare = shards, False, SpareMemory()
+        self.shards, self._compiles = shards, False
         self.whole = shards is None or not any(parameter.is_meta for parameter in model.parameters())
         self.shape_logits = LogitShape.from_config(config)
         self.layers = target_structure.find_layers(self.decoder, config.num_hidden_layers, name)

@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from transformers.cache_utils import LinearAttentionCacheLayerMixin as StateLayer
 from transformers.masking_utils import create_masks_for_generate
 
-from specdec.core.cache import EntryShape
+from specdec.core.cache_memory import EntryShape
 from specdec.core.cached_keys import CachedKeys
 from specdec.core.devices import name_cause
 from specdec.target.attention import make_segment_mask

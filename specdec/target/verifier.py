@@ -114,7 +114,7 @@ class Verifier:
         graph_inputs += [] if tree.probs is None else [tree.probs]
         name = "verify", linear, max_children, self.hidden_states, sampling, self.rule, self.choices, self.distribution
         path, num_kept, next_token, features, final, *more = self.runner.run_whole(
-            name, verify_sampled, graph_inputs, cache.keys_and_values
+            name, verify_sampled, graph_inputs, list(cache.groups.values())
         )
         likely = more.pop(0) if self.choices else None
         return Verdict(path, num_kept, next_token, TargetOutput(features, final), likely, more[0] if more else None)
@@ -180,7 +180,7 @@ class Verifier:
             return self._read_greedily(view, linear, None, tokens, parents, lengths, skipped)
 
         name = "verify", linear, self.hidden_states
-        return self.runner.run_whole(name, verify_greedily, [*inputs, cache.slots], cache.keys_and_values)
+        return self.runner.run_whole(name, verify_greedily, [*inputs, cache.slots], list(cache.groups.values()))
 
     def _read_greedily(
         self, cache: RowCache, linear: bool, partial_pass: PartialPass | None, *inputs: Tensor

@@ -17,17 +17,20 @@ from accelerate.utils import broadcast_object_list
 
 from specdec.core import fast, progress
 from specdec.core.answer_text import TextDecoder
+from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.engines.engine_target import EngineTarget
 from specdec.heads.base import Drafter, Head
 from specdec.measuring import served
 from specdec.measuring.answers import HeldoutAnswers
 from specdec.measuring.measure import (
+    FROZEN,
     MeasureSettings,
     Method,
     PromptReplay,
     PromptResult,
     check_prompts,
+    make_plain_decoder,
     make_prompt_replay,
     measure,
 )
@@ -88,7 +91,11 @@ class Validation:
             and not self.adapts_target
             and self.drafting.replayable(drafter, measuring.sampling)
         )
-        # Results that later validations use again
+        # What later validations use again
+        self.runner = drafting.runner()  # of the target's passes
+        self.decoders: dict[str, Decoder] = {}  # by their names in `measure`
+        self.twin: Head | None = None  # drafter that decodes, if its passes are captured
+        self.proposer: Proposer | None = None  # proposer of the twin
         self.costs: dict[Path, Costs] = {}  # measured costs of auto, by file
         self.captured_costs: list[
             served.CapturedCosts | None
@@ -224,7 +231,7 @@ class Validation:
             started = time.perf_counter()
             if own_numbers:
                 replayed = None if self.replays else frozen
-                results = self._measure(self.drafting.proposer(frozen), own_numbers, replayed, "decoding")
+                results = self._measure(self._make_proposer(frozen), own_numbers, replayed, "drafted", "decoding")
                 self.prompt_seconds = (time.perf_counter() - started) / len(results)
             return self._gather(results)
 
@@ -247,7 +254,7 @@ class Validation:
         own_numbers = list(self.group.mine(range(min(report.num_prompts, num))))
         with self._add_seconds("auto"):
             results = self.group.gather(
-                self._measure(auto, own_numbers, None, "decoding with auto") if own_numbers else []
+                self._measure(auto, own_numbers, None, "auto", "decoding with auto") if own_numbers else []
             )
         auto_figures = self._summarise([replace(result, auto=result.drafted) for _, result in results]).auto
         assert auto_figures is not None
@@ -256,12 +263,11 @@ class Validation:
     def _make_auto(self, frozen: Head) -> AutoProposer | None:
         """The proposer auto. Where it cannot draft, a sentence is printed and None returned: the run goes on."""
         try:
-            auto = AutoProposer.make_default(self.target, self.drafting.proposer(frozen))
+            auto = AutoProposer.make_default(self.target, self._make_proposer(frozen))
             auto.costs_by_file = self.costs
             auto.progress = functools.partial(progress.track_items, unit="sizes")
-            runner = self.drafting.runner()
             sampling, stop = self.measuring.sampling, self.measuring.stop
-            decoder = self.drafting.decoder(self.target, auto, sampling=sampling, stop=stop, runner=runner)
+            decoder = self.drafting.decoder(self.target, auto, sampling=sampling, stop=stop, runner=self.runner)
             check_prompts(
                 decoder, self.prompts, self.measuring.max_new_tokens
             )  # prompts of all processes, which must agree
@@ -270,21 +276,44 @@ class Validation:
             return None
         return auto
 
+    def _make_proposer(self, frozen: Head) -> Proposer:
+        """The proposer of a frozen drafter.
+
+        If its passes are captured, it is one proposer in all validations: the weights are copied into its drafter, so
+        that CUDA graphs stay valid.
+        """
+        on_cpu = self.target.device.type == "cpu"
+        captures = self.drafting.cuda_graphs or (self.drafting.cuda_graphs is None and not on_cpu)
+        repacks = on_cpu and self.drafting.compile  # compiled code has copies of the weights
+        if not captures or repacks or self.adapts_target:
+            return self.drafting.proposer(frozen)
+        if self.twin is None or self.proposer is None:
+            self.twin = frozen.frozen_copy()
+            self.proposer = self.drafting.proposer(self.twin)
+        else:
+            self.twin.load_state_dict(frozen.state_dict())
+        return self.proposer
+
     def _measure(
-        self, proposer: Proposer, numbers: list[int], replayed: Head | None, activity: str
+        self, proposer: Proposer, numbers: list[int], replayed: Head | None, name: str, activity: str
     ) -> list[tuple[int, PromptResult]]:
         """Results of prompts, plainly and with the proposer's drafts, each behind its number.
 
-        numbers: numbers of the prompts; replayed: head that is replayed, too; activity: words for the progress
+        numbers: numbers of the prompts; replayed: head that is replayed, too
+        name: name of the method; activity: words for the progress
         """
+        if not self.decoders:
+            self.decoders[FROZEN] = make_plain_decoder(self.target, self.measuring, self.runner)
         measured_groups = measure(
-            [Method("drafted", self.target, proposer, self.drafting, head=replayed)],
+            [Method(name, self.target, proposer, self.drafting, head=replayed)],
             [self.prompts[number] for number in numbers],
             self.measuring,
             numbers=numbers,
             progress=functools.partial(progress.track_items, name=f"validation: {activity}", unit="prompts"),
+            earlier=self.decoders,
+            longest=max(len(prompt.tokens) for prompt in self.prompts),
         )
-        return list(zip(numbers, [results["drafted"] for group in measured_groups for results in group]))
+        return list(zip(numbers, [results[name] for group in measured_groups for results in group]))
 
     def _gather(self, results: list[tuple[int, Result]]) -> list[Result]:
         """The results of all processes in the order of their numbers."""

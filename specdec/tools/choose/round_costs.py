@@ -125,7 +125,8 @@ class RoundTimer:
         depth = decoder.proposer.depth if decoder.proposer else 0
         limit = (decoder.target.max_positions or 2**30) - max(map(len, prompts)) - depth
         max_new_tokens = min(limit, max(MAX_ROUNDS, MIN_ROUNDS * (depth + 1)) + 2 * (depth + 1))
-        self.batch = decoder.batch(torch.Generator(decoder.target.device).manual_seed(seed))
+        generator = torch.Generator(decoder.target.device).manual_seed(seed)
+        self.batch = decoder.batch(generator, max_rows=len(prompts))
         self.batch.admit([Request(prompt, max_new_tokens) for prompt in prompts])
         self.batch_size, self.grown, self.seconds = len(prompts), 0, list[float]()
         if self.batch.running:

@@ -100,7 +100,7 @@ class Lane:
 
     def __init__(self, decoder: Decoder, max_requests: int, prefill_tokens: int):
         self.decoder, self.max_requests, self.prefill_tokens = decoder, max_requests, prefill_tokens
-        self.batch: Batch = decoder.batch()
+        self.batch: Batch = decoder.batch(max_rows=max_requests)
         self.waiting: deque[Job] = deque()
         self.jobs: dict[int, Job] = {}  # {id of the request: job}, while they are read and run
         self.reading: tuple[list[Job], Prefill] | None = None  # jobs that join next
@@ -155,7 +155,7 @@ class Lane:
     def fail_all(self, message: str) -> None:
         """Ends every running request with this message. Waiting requests stay."""
         failed, self.jobs = list(self.jobs.values()), {}
-        self.batch, self.reading = self.decoder.batch(), None
+        self.batch, self.reading = self.decoder.batch(max_rows=self.max_requests), None
         for job in failed:
             job.deliver_event(End("error", message))
 

@@ -136,7 +136,7 @@ def open_port(host: str, port: int) -> socket.socket:
 def warm_up_decoder(decoder: Decoder, rows: int) -> None:
     """Decodes a little with every kind of sampling, so that the costs of rounds are measured now."""
     for kind in WARM_UP_SAMPLINGS:
-        batch = decoder.batch()
+        batch = decoder.batch(max_rows=rows)
         batch.admit([Request([0], 4, sampling=kind) for _ in range(rows)])
         while batch.running:
             batch.run_round()

@@ -337,7 +337,7 @@ def test_times_are_shared_by_the_rows_that_ran(small_target):
 def test_no_more_rows_run_than_asked_for(small_target, name):
     decoder = greedy(small_target, make_proposer(small_target, name), STOP)
     batch = decoder.batch()
-    decoder.batch = lambda: batch
+    decoder.batch = lambda **options: batch
     sizes = {len(batch.running) for _ in decoder.rounds(prompts_of(small_target), 30, batch_size=3)}
     assert max(sizes) == 3
 

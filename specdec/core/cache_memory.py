@@ -1,0 +1,89 @@
+"""Memory of K and V that outlives an answer, so that compiled functions and CUDA graphs over it stay valid."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MIN_CAPACITY = 256  # entries of a row; larger capacities are powers of two, so that few shapes occur
+MAX_MEMORY_SHARE = 0.25  # of a GPU's free memory; an answer that ends early would waste more
+MAX_FREE_GROUPS = 2  # sets of K and V that wait for later answers
+
+
+@dataclass(frozen=True)
+class EntryShape:
+    """The shape of one token's key, or value, in a layer."""
+
+    num_heads: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_heads * self.width * self.dtype.itemsize
+
+
+Groups = dict[EntryShape, Tensor]  # [n, rows, heads, capacity, width]: K and V of all layers of one shape
+
+
+class CacheMemory:
+    """The K and V of caches of the same layers, which use them one after the other.
+
+    All have the capacity and the number of rows of the largest announced so far. A batch uses the first of its rows.
+    """
+
+    def __init__(self) -> None:
+        self.capacity = MIN_CAPACITY
+        self.num_rows = 1
+        self.free_groups: list[Groups] = []
+
+    def expect(self, num_entries: int, num_rows: int) -> None:
+        """Announces caches of so many entries in so many rows."""
+        self.capacity = max(self.capacity, 1 << (num_entries - 1).bit_length())
+        self.num_rows = max(self.num_rows, num_rows)
+
+    def take_groups(self, counts: Mapping[EntryShape, int], *, num_rows: int, free_bytes: float) -> Groups | None:
+        """Zero K and V for at least `num_rows` rows; None if they need more than a share of the free memory.
+
+        counts: number of K and V of each shape; num_rows: rows needed now; free_bytes: free memory of the device
+        """
+        self.free_groups = [groups for groups in self.free_groups if self._fits(groups)]
+        if self.free_groups:
+            groups = self.free_groups.pop()
+            for group in groups.values():
+                group.zero_()  # hidden entries must be finite, too
+            return groups
+        row_bytes = self.capacity * sum(num * shape.num_bytes for shape, num in counts.items())
+        while self.num_rows > num_rows and self.num_rows * row_bytes > MAX_MEMORY_SHARE * free_bytes:
+            self.num_rows = max(num_rows, self.num_rows // 2)
+        if self.num_rows * row_bytes > MAX_MEMORY_SHARE * free_bytes:
+            return None
+        return make_groups(counts, self.num_rows, self.capacity)
+
+    def keep_groups(self, groups: Groups) -> None:
+        """Keeps K and V of an ended answer for a later one."""
+        if self._fits(groups):
+            self.free_groups = [*self.free_groups, groups][-MAX_FREE_GROUPS:]
+
+    def _fits(self, groups: Groups) -> bool:
+        """Whether they have the present number of rows and capacity."""
+        sizes = {(group.shape[1], group.shape[3]) for group in groups.values()}
+        return sizes == {(self.num_rows, self.capacity)}
+
+
+def make_groups(counts: Mapping[EntryShape, int], num_rows: int, capacity: int) -> Groups:
+    """Zero K and V. counts: number of K and V of each shape; capacity: entries of a row"""
+    return {
+        shape: torch.zeros(
+            num, num_rows, shape.num_heads, capacity, shape.width, dtype=shape.dtype, device=shape.device
+        )
+        for shape, num in counts.items()
+    }
+
+
+def count_free_bytes(device: torch.device) -> float:
+    """Free memory of a GPU; infinite elsewhere"""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
