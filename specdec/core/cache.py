@@ -240,7 +240,7 @@ class RowCache(transformers.Cache):
         free_bytes = count_free_bytes(self.lengths.device)
         groups = memory.take_groups(self._count_shapes(), num_rows=batch, free_bytes=free_bytes)
         if groups is not None:
-            self.memory, self.room = memory, num
+            self.memory, self.room = memory, memory.num_entries
             self._set_groups(groups, batch, memory.capacity)
 
     def release(self) -> None:

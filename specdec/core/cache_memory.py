@@ -36,14 +36,18 @@ class CacheMemory:
     """
 
     def __init__(self) -> None:
-        self.capacity = MIN_CAPACITY
+        self.num_entries = 0  # of the longest row that was announced
         self.num_rows = 1
         self.free_groups: list[Groups] = []
 
     def expect(self, num_entries: int, num_rows: int) -> None:
         """Announces caches of so many entries in so many rows."""
-        self.capacity = max(self.capacity, 1 << (num_entries - 1).bit_length())
+        self.num_entries = max(self.num_entries, num_entries)
         self.num_rows = max(self.num_rows, num_rows)
+
+    @property
+    def capacity(self) -> int:
+        return max(MIN_CAPACITY, 1 << (self.num_entries - 1).bit_length())
 
     def take_groups(self, counts: Mapping[EntryShape, int], *, num_rows: int, free_bytes: float) -> Groups | None:
         """Zero K and V for at least `num_rows` rows; None if they need more than a share of the free memory.
