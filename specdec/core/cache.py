@@ -227,13 +227,13 @@ class RowCache(transformers.Cache):
         self.groups = {shape: group[:, :batch] for shape, group in groups.items()}
         self.keys_and_values = self._split_groups()
 
-    def use_memory(self, num: int, memory: CacheMemory, *, num_rows: int = 1) -> None:
+    def use_memory(self, num: int, memory: CacheMemory, *, num_rows: int = 1, masked: bool = False) -> None:
         """Takes K and V for `num` entries from a memory, if passes read only used entries. The cache must be empty.
 
-        num_rows: rows that the batch may come to have
+        num_rows: rows that the batch may come to have; masked: whether a cache that is read under masks has them, too
         """
         assert not any(self.host_lengths) and not self.pending
-        if self.query_heads is None:
+        if self.query_heads is None and not masked:
             return
         batch = len(self.host_lengths)
         memory.expect(num, max(batch, num_rows))
@@ -299,22 +299,22 @@ class RowCache(transformers.Cache):
         keys_and_values: Sequence[Tensor],
         lengths: Tensor,
         *,
+        skipped: Tensor | None = None,
         slots: Tensor | None = None,
-        pending: int | None = None,
     ) -> "RowCache":
         """The same cache over other tensors: the arguments of a compiled or captured function.
 
         Such a function outlives its cache, so a pass may read no other tensor of the cache.
         keys_and_values: K and V of every layer in turn, [B, heads, C,
             head_dim] each; or of one layer, whatever its number
-        lengths [B]; slots [B, S] and pending: this cache's own if None
+        lengths [B]; skipped [B] and slots [B, S]: this cache's own if None
         """
         cache = copy.copy(self)
         cache.keys_and_values = list(keys_and_values)
         cache.lengths = lengths
         cache.rows = torch.arange(len(lengths), device=lengths.device)[:, None]
+        cache.skipped = self.skipped if skipped is None else skipped
         cache.slots = self.slots if slots is None else slots
-        cache.pending = self.pending if pending is None else pending
         return cache
 
     def update(

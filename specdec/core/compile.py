@@ -13,6 +13,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -251,7 +252,7 @@ class Runner:
         self.compile = bool(compile)
         self.cuda_graphs = bool(cuda_graphs)
         self.seconds = 0.0
-        self.graphs = dict[tuple, Replay]()  # the least recently used first
+        self.graphs = dict[tuple, Any]()  # the least recently used first
         self.memories = defaultdict[object, CacheMemory](CacheMemory)  # K and V of graphs, by the kind of cache
         self.pool = GraphPool()
         self.compiled: dict[tuple, list[Callable]] = {}
@@ -305,23 +306,32 @@ class Runner:
         """
         if not self.cuda_graphs:
             return function(*inputs)
-        locations = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in memory)
-        key = (name, locations, *(tensor.shape for tensor in inputs))
+        key = (name, locate_memory(memory), *(tensor.shape for tensor in inputs))
+        replay = self.find_graph(key, lambda: capture_graph(function, inputs, self.pool))
+        return function(*inputs) if replay is None else replay(*inputs)
+
+    def find_graph(self, key: tuple, capture: Callable[[], Any]) -> Any:
+        """The result of `capture`, as long as it is among the MAX_GRAPHS used last; None if there are no graphs.
+
+        If `capture` fails, one warning says so, and there are none from then on.
+        """
+        if not self.cuda_graphs:
+            return None
         if key not in self.graphs:
             compiling = self.seconds
             start = time.perf_counter()
             try:
-                self.graphs[key] = capture_graph(function, inputs, self.pool)
+                self.graphs[key] = capture()
             except RuntimeError as error:
                 self.cuda_graphs = False
-                warnings.warn(f"No CUDA graphs, passes are started one by one: {name_cause(error)}", stacklevel=2)
-                return function(*inputs)
+                warnings.warn(f"No CUDA graphs, passes are started one by one: {name_cause(error)}", stacklevel=3)
+                return None
             finally:
                 self.seconds = compiling + time.perf_counter() - start
             if len(self.graphs) > MAX_GRAPHS:
                 del self.graphs[next(iter(self.graphs))]
-        replay = self.graphs[key] = self.graphs.pop(key)
-        return replay(*inputs)
+        self.graphs[key] = self.graphs.pop(key)
+        return self.graphs[key]
 
     def _find_compiled(
         self, name: object, inputs: Sequence[Tensor], build: Callable[[], list[Callable]]
@@ -379,6 +389,11 @@ class Runner:
                 f"{name} could not be compiled ({name_cause(error)}). Inductor needs a C++ compiler on a CPU; "
                 "compile=false decodes without it."
             ) from error
+
+
+def locate_memory(tensors: Iterable[Tensor]) -> tuple:
+    """Addresses and shapes of lasting memory, for the keys of graphs"""
+    return tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
 
 
 def _list_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -522,26 +537,37 @@ def capture_graph(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[
     if any(value.device.type != "cuda" for value in inputs):
         raise RuntimeError("only what runs on a CUDA device can be a CUDA graph")
     static_inputs = [value.clone() for value in inputs]
+    outputs: list[Tensor] = []
+
+    def run() -> None:
+        outputs[:] = function(*static_inputs)
+
+    start = capture_step(run, static_inputs[0].device, pool)
+
+    def replay(*arguments: Tensor) -> tuple[Tensor, ...]:
+        for static_input, value in zip(static_inputs, arguments, strict=True):
+            static_input.copy_(value)
+        start()
+        return tuple(value.clone() for value in outputs)  # the next replay overwrites them
+
+    return replay
+
+
+def capture_step(function: Callable[[], None], device: torch.device, pool: GraphPool) -> Callable[[], None]:
+    """A function of lasting memory as a graph, which the result starts. Requirements and errors: `capture_graph`"""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(static_inputs[0].device):  # streams belong to the current device
+    with torch.cuda.device(device):  # streams belong to the current device
         current = torch.cuda.current_stream()
         side = pool.stream
         side.wait_stream(current)
         with torch.cuda.stream(side):  # torch asks for another stream than the default one
             for _ in range(WARM_UP_CALLS):
-                function(*static_inputs)
+                function()
         current.wait_stream(side)
         # Other threads may use the device meanwhile
         with torch.cuda.graph(graph, pool=pool.handle, stream=side, capture_error_mode="thread_local"):
-            outputs = function(*static_inputs)
-
-    def replay(*arguments: Tensor) -> tuple[Tensor, ...]:
-        for static_input, value in zip(static_inputs, arguments, strict=True):
-            static_input.copy_(value)
-        graph.replay()
-        return tuple(value.clone() for value in outputs)  # the next replay overwrites them
-
-    return replay
+            function()
+    return graph.replay
 
 
 def check_graphs(device: torch.device) -> None:

@@ -112,3 +112,9 @@ def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     On MPS the host waits: there, torch did not keep a tensor during its copy (pytorch issue 189690).
     """
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=device.type != "mps")
+
+
+def copy_from_host(destination: Tensor, source: Tensor) -> None:
+    """Copies values into a tensor of a device without a wait, also from the CPU."""
+    from_host = source.device.type == "cpu" and destination.device.type == "cuda"
+    destination.copy_(source.pin_memory() if from_host else source, non_blocking=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from specdec.core.answer_text import StopStrings
 
-STAGES = ("draft", "verify", "keep", "other")
+STAGES = ("draft", "verify", "keep", "other", "round")  # round: a whole one that a device makes alone
 
 
 @dataclass(frozen=True)

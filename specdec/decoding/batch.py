@@ -1,6 +1,7 @@
 """Requests that are decoded together: they join between rounds, and leave once their answers have ended."""
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,9 +15,12 @@ from specdec.core.clock import Moment, RoundClock
 from specdec.core.constraint import Constraint
 from specdec.core.devices import upload_values
 from specdec.core.generation import STAGES, Ends, Generation, RoundCost
+from specdec.core.late_read import LateValues
 from specdec.core.sampling import NO_TOKEN, AnySampling, Randomness, Sampling, join_samplings
 from specdec.core.tree import Tree, make_root
+from specdec.decoding.device_round import DeviceLoop, find_device_round
 from specdec.proposers.base import Opening, Proposer
+from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target, TargetOutput
 from specdec.target.verifier import Verdict, Verifier
 
@@ -87,22 +91,19 @@ class BatchRound:
 
     requests [R]: requests that were running; row_indices [R]: their rows in the tree and the path
     tokens [R][.]: tokens added to each answer, up to its end
-    path [B, P]: accepted nodes as in Verdict, up to the deepest draft
     num_kept [R]: accepted nodes of the path with the root, those past the end of an answer included
+    num_drafted: nodes of the tree, without the root
+    tree, path [B, P]: accepted nodes as in Verdict, up to the deepest draft; None for a round of the device alone
     """
 
     requests: list[Request]
     tokens: list[list[int]]
     row_indices: list[int]
-    tree: Tree
-    path: Tensor
     num_kept: list[int]
+    num_drafted: int
     cost: RoundCost
-
-    @property
-    def num_drafted(self) -> int:
-        """Nodes of the tree, without the root."""
-        return self.tree.tokens.shape[1] - 1
+    tree: Tree | None = None
+    path: Tensor | None = None
 
     @property
     def accepted(self) -> list[int]:
@@ -115,6 +116,23 @@ class BatchRound:
             request.generation.accepted[0].append(accepted)
             request.generation.drafted.append(self.num_drafted)
             request.generation.add_times(self.cost, 1 / len(self.requests))
+
+
+@dataclass
+class LaunchedRound:
+    """A round that the device makes alone.
+
+    requests, is_running [B]: the rows at its start; marks: start and end on the device
+    values: tokens and their number for each row, to be read later
+    `tokens`, `counts`: the same on the host, once they were read
+    """
+
+    requests: list[Request]
+    is_running: list[bool]
+    values: LateValues
+    marks: tuple[Moment, Moment]
+    tokens: list[list[int]] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
 
 
 class AcceptedPath(NamedTuple):
@@ -220,6 +238,8 @@ class Batch:
         self.joining_memory = self.runner.memories["joining prompts"]
         self.clock = RoundClock(target.device, self._compile_seconds)
         self.previous_round_marks: tuple[Moment, ...] = ()  # after the wait, after the commit, at the end
+        self.device_loop: DeviceLoop | None = None  # rounds of the device alone; None: the host takes part
+        self.launched: LaunchedRound | None = None  # the last of them, not delivered yet
         self.requests: list[Request] = []
 
     @property
@@ -251,11 +271,12 @@ class Batch:
 
     def expect(self, longest: int) -> None:
         """Announces texts of at most `longest` tokens with their answers, so that one capacity serves all."""
-        self.memory.expect(longest + self.num_nodes, self.max_rows)
+        self.memory.expect(longest + 2 * self.num_nodes, self.max_rows)
 
     def _count_room(self, requests: list[Request]) -> int:
         """Entries that the longest answer and a tree behind it may need."""
-        return max((len(request.prompt) + request.tokens_left for request in requests), default=0) + self.num_nodes
+        longest = max((len(request.prompt) + request.tokens_left for request in requests), default=0)
+        return longest + 2 * self.num_nodes  # twice: a round of the device alone may run in vain
 
     def _allocate_rows(self, cache: RowCache, requests: list[Request]) -> None:
         """Gives the cache of a new batch its K and V; if passes are captured, for as many rows as may run."""
@@ -272,6 +293,7 @@ class Batch:
     @torch.inference_mode()
     def admit(self, requests: list[Request], prefill: Prefill | None = None) -> list[list[int]]:
         """Reads the prompts, or what `prefill` has not read of them, and returns the first token of each answer."""
+        self._leave_device()
         prefill, waiting = prefill or self.prefill(requests), self.running
         self.read(prefill)
         start = self.clock.mark()
@@ -296,6 +318,8 @@ class Batch:
         At least one request must be running. docs/architecture.md, section 5, shows the loop.
         """
         clock, compile_seconds = self.clock, self._compile_seconds()
+        if self._enters_device() or self.launched is not None:
+            return self._run_on_device(compile_seconds)
         start = clock.mark()
 
         # Remove finished rows. Those that stay, because shapes are compiled, take part without effect.
@@ -323,7 +347,8 @@ class Batch:
         # Measure the round, and give each answer its share.
         cost = self._measure_round((start, drafted), (verified, committed, clock.mark()), compile_seconds)
         num_kept = [accepted.counts[row] for row in row_indices]
-        round_ = BatchRound(requests, tokens, row_indices, tree, accepted.path, num_kept, cost)
+        num_drafted = tree.tokens.shape[1] - 1
+        round_ = BatchRound(requests, tokens, row_indices, num_kept, num_drafted, cost, tree, accepted.path)
         if self.proposer and not cost.compile_seconds:
             self.proposer.record_cost(cost)
         round_.record()
@@ -331,11 +356,89 @@ class Batch:
 
     def close(self) -> None:
         """Ends the batch, and lets the proposer learn from its answers. The batch may be used again."""
+        self.device_loop = self.launched = None
         if self.requests:
             if self.proposer:
                 self.proposer.finish(self._answer_lengths())
             self.cache.release()
         self.requests = []
+
+    # Rounds of the device alone
+
+    def _enters_device(self) -> bool:
+        """Whether the device makes the next rounds alone, as it then does until requests join or the batch ends."""
+        if self.device_loop is None and self._has_room_for_device():
+            device_round = find_device_round(self.cache, self.verify, self.proposer, self.sampling)
+            if device_round is not None:
+                head = self.proposer if isinstance(self.proposer, HeadProposer) else None
+                self.device_loop = DeviceLoop(device_round, self.cache, head, self.last_tokens)
+        return self.device_loop is not None
+
+    def _has_room_for_device(self) -> bool:
+        """Whether no grammar needs the host, and a round in vain stays within the target's positions."""
+        longest = max(len(request.prompt) + len(request.tokens) + request.tokens_left for request in self.requests)
+        limit = self.target.max_positions
+        return not any(self._constraints()) and (limit is None or longest + 2 * self.num_nodes <= limit)
+
+    def _run_on_device(self, compile_seconds: float) -> BatchRound:
+        """Starts the next round on the device, and delivers the tokens of the one before.
+
+        compile_seconds: seconds of compiling before the round
+        """
+        # Start what can be started before the host waits.
+        host_start = time.perf_counter()
+        launched = self.launched or self._launch(None)
+        assert launched is not None, "a request is running"
+        self.launched = self._launch(launched) if self.device_loop is not None else None
+        host_seconds = time.perf_counter() - host_start
+
+        # Extend the answers of the running requests.
+        self._note_round(launched)
+        host_start = time.perf_counter()
+        rows = [row for row, runs in enumerate(launched.is_running) if runs and launched.requests[row].tokens_left]
+        requests, num_kept = [launched.requests[row] for row in rows], [launched.counts[row] for row in rows]
+        emitted = [launched.tokens[row][: launched.counts[row]] for row in rows]
+        tokens = [request.extend_answer(new, self.ends) for request, new in zip(requests, emitted)]
+        host_seconds += time.perf_counter() - host_start
+
+        # The device works while the host does, so a round takes the longer of both.
+        compile_seconds = self._compile_seconds() - compile_seconds
+        seconds = max(self.clock.seconds(*launched.marks), host_seconds)
+        cost = RoundCost(seconds, compile_seconds, {"round": seconds})
+        round_ = BatchRound(requests, tokens, rows, num_kept, self.num_nodes - 1, cost)
+        round_.record()
+        return round_
+
+    def _launch(self, previous: LaunchedRound | None) -> LaunchedRound | None:
+        """Starts a round; None if no row has tokens left. previous: round that runs, and was not read"""
+        assert self.device_loop is not None
+        busy = {} if previous is None else dict(zip(map(id, previous.requests), previous.is_running))
+        # The previous round gives each of its rows a token or more
+        is_running = [request.tokens_left > busy.get(id(request), False) for request in self.requests]
+        if not any(is_running):
+            return None
+        start = self.clock.mark()
+        values = self.device_loop.launch(is_running, self._randomness(self.requests))
+        return LaunchedRound(list(self.requests), is_running, values, (start, self.clock.mark()))
+
+    def _note_round(self, launched: LaunchedRound) -> None:
+        """Waits for the result of a round, unless that was done before."""
+        if launched.counts:
+            return
+        for *tokens, count in launched.values.read():
+            launched.tokens.append(tokens)
+            launched.counts.append(count)
+        if self.device_loop is not None:
+            kept = zip(launched.counts, launched.is_running)
+            self.device_loop.note_counts([count if runs else 0 for count, runs in kept])
+
+    def _leave_device(self) -> None:
+        """Lets the host take part again, before rows change. A round that runs is delivered by the next `run_round`."""
+        if self.device_loop is not None:
+            if self.launched is not None:
+                self._note_round(self.launched)
+            self.last_tokens = self.device_loop.leave()
+            self.device_loop = None
 
     # Rows
 

@@ -167,7 +167,9 @@ def summarise_speed(results: list[PromptResult], seed: int) -> dict[str, Any]:
     num_rounds = max(1, sum(result.num_rounds for result in results))
     milliseconds = {}
     for stage in STAGES:
-        milliseconds[stage] = 1e3 * sum(result.drafted.stages[stage] for result in results) / num_rounds
+        seconds = sum(result.drafted.stages[stage] for result in results)
+        if seconds:  # rounds have other stages if the device makes them alone
+            milliseconds[stage] = 1e3 * seconds / num_rounds
     return {
         "tokens_per_second": compute_rate(results),
         "tokens_per_second_ci": bootstrap_interval(results, compute_rate, seed),

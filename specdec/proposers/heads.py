@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
@@ -48,6 +49,29 @@ class NewTokens(NamedTuple):
     features: Tensor  # [B, S, F*D]
     num: Tensor  # [B]
     counts: list[int]  # `num` on the host
+
+
+@dataclass(frozen=True)
+class RoundState:
+    """What a round of B rows reads of the drafter's state."""
+
+    lengths: Tensor  # [B] entries of the drafter's cache
+    tokens: Tensor  # [B, P] committed tokens that the drafter has not read yet
+    features: Tensor  # [B, P, F*D] their features
+    num: Tensor  # [B] number of these tokens that count
+    carried: list[Tensor]  # see `HeadProposer.begin`
+
+    def list_tensors(self) -> list[Tensor]:
+        return [self.lengths, self.tokens, self.features, self.num, *self.carried]
+
+    def clone(self) -> "RoundState":
+        lengths, tokens, features, num, *carried = (tensor.clone() for tensor in self.list_tensors())
+        return RoundState(lengths, tokens, features, num, carried)
+
+    def copy_(self, source: "RoundState") -> None:
+        """Copies the values of another state into these tensors."""
+        for tensor, value in zip(self.list_tensors(), source.list_tensors(), strict=True):
+            tensor.copy_(value)
 
 
 class Committed(NamedTuple):
@@ -161,7 +185,8 @@ class HeadProposer(Proposer):
 
     def begin(self, tokens, num):
         self.cache = self.drafter.cache(tokens.shape[0])
-        self.cache.use_memory(self.room, self.memory, num_rows=self.max_rows)
+        masked = self.runner.cuda_graphs
+        self.cache.use_memory(self.room, self.memory, num_rows=self.max_rows, masked=masked)
         self.first_tokens = tokens[:, :1]  # [B, 1] token of slot 0, which no `commit` has
         # [B, 1, H] each: for context_kind="depth", the states of modules 1..K-1 at their newest slots
         self.carried: list[Tensor] = []
@@ -239,8 +264,7 @@ class HeadProposer(Proposer):
     @torch.no_grad()
     def propose(self, sampling, generator):
         num_rows, device = self.first_tokens.shape[0], self.first_tokens.device
-        sampled = not sampling.greedy and (self.shape.chain or self.children == "distinct")
-        draws = [draw_column(num_rows, generator, device) for _ in range(len(self.parents) - 1 if sampled else 0)]
+        draws = [draw_column(num_rows, generator, device) for _ in range(self.count_draws(sampling))]
         if self.absorbed is None and self._capturable(sampling):
             return self._propose_from_graph(sampling, draws)
         newest, first = self.absorb()
@@ -271,19 +295,14 @@ class HeadProposer(Proposer):
         new = self._take_waiting(fixed=True)
         num_carried = len(self.carried)
 
-        def draft_round(tokens, features, num, lengths, *graph_inputs):
-            view = copy.copy(self)
-            view.cache, view.carried = (
-                self.cache.with_tensors(self.cache.keys_and_values, lengths),
-                list(graph_inputs[:num_carried]),
-            )
-            view.parents = graph_inputs[num_carried]
-            view.absorbed = newest, first = view._read(NewTokens(tokens, features, num, new.counts), view.runner)
-            tree = view._grow(newest, first, sampling, graph_inputs[num_carried + 1 :])
+        def draft_round(tokens, features, num, lengths, parents, *graph_inputs):
+            state = RoundState(lengths, tokens, features, num, list(graph_inputs[:num_carried]))
+            tree, view = self._draft_round(state, sampling, graph_inputs[num_carried:], parents)
+            newest, first = view.absorb()
             probs = [] if tree.probs is None else [tree.probs]
             return tree.tokens, tree.parents.contiguous(), newest, *first, *view.carried, *probs
 
-        inputs = [new.tokens, new.features, new.num, self.cache.lengths, *self.carried, self.parents, *draws]
+        inputs = [new.tokens, new.features, new.num, self.cache.lengths, self.parents, *self.carried, *draws]
         name = "draft", self.shape, sampling if draws or self.shape.chain else None
         tokens, parents, newest, state, logits, shared_logits, *graph_outputs = self.runner.run_whole(
             name, draft_round, inputs, list(self.cache.groups.values())
@@ -292,6 +311,61 @@ class HeadProposer(Proposer):
         self.carried, self.absorbed = graph_outputs, (newest, StepOutput(state, logits, shared_logits))
         self.cache.commit(new.num, new.counts)
         return Tree(tokens, parents, probs, self.shape.chain, max_children=self.siblings if draws else None)
+
+    def _draft_round(
+        self, state: RoundState, sampling: AnySampling, draws: Sequence[Tensor], parents: Tensor
+    ) -> tuple[Tree, "HeadProposer"]:
+        """Drafts a tree from tensors alone. parents [N]: `self.parents`; draws: see `count_draws`
+
+        Only K and V change here. The rest of the new state is in the proposer that is returned with the tree.
+        """
+        view = copy.copy(self)
+        view.cache = self.cache.with_tensors(self.cache.keys_and_values, state.lengths)
+        view.carried, view.parents = list(state.carried), parents
+        counts = [0] * len(state.num)  # not known on the host
+        view.absorbed = newest, first = view._read(
+            NewTokens(state.tokens, state.features, state.num, counts), view.runner
+        )
+        return view._grow(newest, first, sampling, draws), view
+
+    # Rounds that the device makes alone (decoding/device_round.py)
+
+    def can_leave_host(self, sampling: AnySampling) -> bool:
+        """Whether the next round follows from tensors of fixed shape."""
+        known = self.absorbed is None and self.cache.memory is not None and bool(self.waiting)
+        return known and self._capturable(sampling) and max(self.count_waiting()) <= self.round_tokens
+
+    def count_waiting(self) -> list[int]:
+        """[B] committed tokens that were not read yet."""
+        counts = [0] * len(self.waiting[0].rows)
+        for new, rows in self.waiting:
+            for row, source in enumerate(rows):
+                counts[row] += 0 if source is None else new.counts[source]
+        return counts
+
+    def round_state(self) -> RoundState:
+        """The state before a round, for which `can_leave_host` holds."""
+        new = join_committed(self.waiting, length=self.round_tokens)
+        return RoundState(self.cache.lengths, new.tokens, new.features, new.num, self.carried)
+
+    def draft_from_state(
+        self, state: RoundState, sampling: AnySampling, draws: Sequence[Tensor]
+    ) -> tuple[Tree, RoundState]:
+        """A tree, and the state after it, whose tokens and features are still those that were read."""
+        tree, view = self._draft_round(state, sampling, draws, self.parents)
+        return tree, replace(state, lengths=view.cache.lengths, carried=view.carried)
+
+    def restore_round(self, state: RoundState, host_lengths: list[int], counts: list[int]) -> None:
+        """Goes on from a state. host_lengths and counts [B]: `state.lengths` and `state.num` on the host"""
+        self.cache.rewind((state.lengths, host_lengths))
+        self.carried, self.absorbed = state.carried, None
+        new = NewTokens(state.tokens, state.features, state.num, counts)
+        self.waiting = [Committed(new, [*range(len(counts))])]
+
+    def count_draws(self, sampling: AnySampling) -> int:
+        """Random numbers that a tree needs in each row."""
+        sampled = not sampling.greedy and (self.shape.chain or self.children == "distinct")
+        return len(self.parents) - 1 if sampled else 0
 
     def absorb(self) -> tuple[Tensor, StepOutput]:
         """Returns the newest token [B, 1] and the result of its step 1.

@@ -80,56 +80,69 @@ class Verifier:
         assert tree.linear or not self.target.recurrent, "Decoder refuses trees for such targets"
         cache.reserve(tree.tokens.shape[1])
 
-        plain = marks is None and allowed is None
-        captures = tree.partial_pass is None and plain and self.capturable
-        inputs = tree.tokens, tree.parents, cache.lengths, cache.skipped
-        if sampling.greedy and plain:
-            if captures:
-                outputs = self._read_greedily_captured(cache, tree.linear, *inputs)
-            else:
-                outputs = self._read_greedily(cache, tree.linear, tree.partial_pass, *inputs)
-            path, num_kept, next_token, choices, features, final = outputs
-            return Verdict(path, num_kept, next_token, TargetOutput(features, final), choices, None)
-        if captures and isinstance(sampling, Sampling):
-            return self._sample_captured(tree, cache, draws, sampling)
-        return self._sample(cache, tree, draws, sampling, inputs, marks, allowed)
+        restrictions = {"marks": marks, "allowed": allowed}
+        if tree.partial_pass is None and self.capturable and isinstance(sampling, Sampling):
+            return self._decide_captured(tree, cache, draws, sampling, restrictions)
+        return self.decide(tree, cache, draws, sampling, **restrictions)
 
-    def _sample_captured(self, tree: Tree, cache: RowCache, draws: rules.Draws, sampling: Sampling) -> Verdict:
-        """`_sample` by a CUDA graph, whose inputs include the random numbers."""
-        num_rows, num_nodes = tree.tokens.shape
-        drawn = draws.draw_ahead(
-            num_rows, num_nodes, tree.tokens.device, torch.promote_types(self.target.dtype, torch.float32)
-        )
-        linear, max_children = tree.linear, tree.max_children
-
-        def verify_sampled(tokens, parents, lengths, skipped, slots, numbers, last, *probs):
-            view = cache.with_tensors(cache.keys_and_values, lengths, slots=slots)
-            captured_tree = Tree(tokens, parents, probs[0] if probs else None, linear, max_children=max_children)
-            inputs = tokens, parents, lengths, skipped
-            verdict = self._sample(view, captured_tree, rules.FixedDraws(numbers, last), sampling, inputs, None, None)
-            outputs = verdict.path, verdict.num_kept, verdict.next_token, verdict.output.features, verdict.output.final
-            return *outputs, *(output for output in (verdict.choices, verdict.distribution) if output is not None)
-
-        graph_inputs = [tree.tokens, tree.parents, cache.lengths, cache.skipped, cache.slots, drawn.numbers, drawn.last]
-        graph_inputs += [] if tree.probs is None else [tree.probs]
-        name = "verify", linear, max_children, self.hidden_states, sampling, self.rule, self.choices, self.distribution
-        path, num_kept, next_token, features, final, *more = self.runner.run_whole(
-            name, verify_sampled, graph_inputs, list(cache.groups.values())
-        )
-        likely = more.pop(0) if self.choices else None
-        return Verdict(path, num_kept, next_token, TargetOutput(features, final), likely, more[0] if more else None)
-
-    def _sample(
+    def _decide_captured(
         self,
-        cache: RowCache,
         tree: Tree,
+        cache: RowCache,
+        draws: rules.Draws,
+        sampling: Sampling,
+        restrictions: dict[str, Tensor | None],
+    ) -> Verdict:
+        """`decide` by a CUDA graph, whose inputs include the random numbers. restrictions: marks and allowed tokens"""
+        num_rows, num_nodes = tree.tokens.shape
+        linear, max_children = tree.linear, tree.max_children
+        optional: dict[str, Tensor | None] = {"probs": tree.probs, **restrictions}
+        if not sampling.greedy:
+            dtype = torch.promote_types(self.target.dtype, torch.float32)
+            drawn = draws.draw_ahead(num_rows, num_nodes, tree.tokens.device, dtype)
+            optional |= {"numbers": drawn.numbers, "last": drawn.last}
+        names = [name for name, tensor in optional.items() if tensor is not None]
+
+        def verify(tokens, parents, lengths, skipped, slots, *tensors):
+            values = dict(zip(names, tensors))
+            view = cache.with_tensors(cache.keys_and_values, lengths, skipped=skipped, slots=slots)
+            captured_tree = Tree(tokens, parents, values.get("probs"), linear, max_children=max_children)
+            fixed_draws = rules.FixedDraws(values["numbers"], values["last"]) if "last" in values else draws
+            restricted = {name: values.get(name) for name in restrictions}
+            verdict = self.decide(captured_tree, view, fixed_draws, sampling, **restricted)
+            output = verdict.output
+            outputs = verdict.path, verdict.num_kept, verdict.next_token, output.features, output.final
+            return *outputs, *(tensor for tensor in (verdict.choices, verdict.distribution) if tensor is not None)
+
+        graph_inputs = [tree.tokens, tree.parents, cache.lengths, cache.skipped, cache.slots]
+        graph_inputs += [tensor for tensor in optional.values() if tensor is not None]
+        name = "verify", tuple(names), linear, max_children, *self.settings(sampling)
+        path, num_kept, next_token, features, final, *more = self.runner.run_whole(
+            name, verify, graph_inputs, list(cache.groups.values())
+        )
+        choices = more.pop(0) if sampling.greedy or self.choices else None
+        return Verdict(path, num_kept, next_token, TargetOutput(features, final), choices, more[0] if more else None)
+
+    def settings(self, sampling: AnySampling) -> tuple:
+        """What a verdict depends on beside tensors, for the keys of graphs."""
+        return self.hidden_states, sampling, self.rule, self.choices, self.distribution
+
+    def decide(
+        self,
+        tree: Tree,
+        cache: RowCache,
         draws: rules.Draws,
         sampling: AnySampling,
-        inputs: tuple[Tensor, ...],
-        marks: Tensor | None,
-        allowed: Tensor | None,
+        *,
+        marks: Tensor | None = None,
+        allowed: Tensor | None = None,
     ) -> Verdict:
-        """The verdict by the target's distributions. inputs: tensors as of `_read`; marks, allowed: as of `__call__`"""
+        """The verdict on a tree whose entries are reserved in the cache. Arguments as of `__call__`"""
+        inputs = tree.tokens, tree.parents, cache.lengths, cache.skipped
+        if sampling.greedy and marks is None and allowed is None:
+            outputs = self._read_greedily(cache, tree.linear, tree.partial_pass, *inputs)
+            path, num_kept, next_token, choices, features, final = outputs
+            return Verdict(path, num_kept, next_token, TargetOutput(features, final), choices, None)
         output = self._read(cache, tree.linear, tree.partial_pass, *inputs)
         logits = self.runner("logits", self.target.logits, output.final)  # [B, N, V]
         if marks is not None:
@@ -171,16 +184,6 @@ class Verifier:
         return self.compiled.read(
             tokens, self.hidden_states, positions=positions, mask=mask, cache=cache, partial_pass=partial_pass
         )
-
-    def _read_greedily_captured(self, cache: RowCache, linear: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """`_read_greedily` by a CUDA graph."""
-
-        def verify_greedily(tokens, parents, lengths, skipped, slots):
-            view = cache.with_tensors(cache.keys_and_values, lengths, slots=slots)
-            return self._read_greedily(view, linear, None, tokens, parents, lengths, skipped)
-
-        name = "verify", linear, self.hidden_states
-        return self.runner.run_whole(name, verify_greedily, [*inputs, cache.slots], list(cache.groups.values()))
 
     def _read_greedily(
         self, cache: RowCache, linear: bool, partial_pass: PartialPass | None, *inputs: Tensor
