@@ -228,7 +228,7 @@ def decode_side_by_side(
 
     def start_rounds(decoder: Decoder) -> Iterator[tuple[int, list[tuple[int, Generation]]]]:
         def make_generator(number: int) -> torch.Generator:
-            return seeded_generator(decoder.target, seeds[number])
+            return torch.Generator().manual_seed(seeds[number])  # of the host: its numbers are copied together
 
         return decoder.rounds(prompts, max_new_tokens, batch_size=batch, generator=make_generator)
 

@@ -102,8 +102,8 @@ def predict_chain_speedups(report: Report) -> list[float]:
     Assumes equal costs of a drafting step at every depth, and of each draft in the target's pass, or in that of a
     mixture of each further expert (target.structure.interpolate_cost).
     """
-    survival, stages = report.replayed_survival or report.survival, report.ms_per_round  # replay has more prompts
-    assert survival is not None and stages is not None and report.baseline_tokens_per_second is not None
+    survival, stages = report.replayed_survival or report.survival, _divide_round(report)  # replay has more prompts
+    assert survival is not None and report.baseline_tokens_per_second is not None
     depth, plain_ms = len(survival), 1e3 / report.baseline_tokens_per_second
     experts = None if report.experts is None else Experts(*report.experts)
 
@@ -114,6 +114,17 @@ def predict_chain_speedups(report: Report) -> list[float]:
         return (1 + sum(survival[:num])) * plain_ms / (draft_ms + verify_ms + other_ms)
 
     return [predict_speedup(num) for num in range(1, depth + 1)]
+
+
+def _divide_round(report: Report) -> dict[str, float]:
+    """Milliseconds by stage. A round that a device made alone is divided as its captured parts (served.py)."""
+    stages = {"draft": 0.0, "verify": 0.0} | (report.ms_per_round or {})
+    whole = stages.pop("round", 0.0)
+    served = report.served_ms or {"verify": 1.0, "steps": 0, "step": 0.0}
+    draft = served["steps"] * served["step"]
+    stages["draft"] += whole * draft / (draft + served["verify"])
+    stages["verify"] += whole * served["verify"] / (draft + served["verify"])
+    return stages
 
 
 def choose_chain(report: Report) -> int:

@@ -2,9 +2,9 @@
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -95,16 +95,17 @@ def join_committed(commits: list[Committed], *, length: int | None) -> NewTokens
     length: tokens of each row, padded, or a power of two for more, so that few shapes occur; None: the longest row
     """
     first, rows = commits[0]
-    if len(commits) == 1 and rows == list(range(len(first.counts))):
+    natural = len(commits) == 1 and rows == list(range(len(first.counts)))
+    if natural and length in (None, first.tokens.shape[1]):
         return first
     token_places = [list[int]() for _ in rows]  # places of each row's tokens in the flat tokens of all commits
     start, device = 0, first.tokens.device
     for new, source_rows in commits:
-        num_rows, length = new.tokens.shape
+        num_rows, columns = new.tokens.shape
         for places, source_row in zip(token_places, source_rows):
             if source_row is not None:
-                places += range(start + source_row * length, start + source_row * length + new.counts[source_row])
-        start += num_rows * length
+                places += range(start + source_row * columns, start + source_row * columns + new.counts[source_row])
+        start += num_rows * columns
     counts = list(map(len, token_places))
     longest = max(counts)
     if length is None:
@@ -155,6 +156,7 @@ class HeadProposer(Proposer):
         # Entries and rows of the batch's cache, and the memory of this drafter's cache and of prompts that join
         self.room, self.max_rows = 0, 1
         self.memory, self.joining_memory = CacheMemory(), CacheMemory()
+        self.captures_steps = False  # whether steps are CUDA graphs each, where no graph holds a whole round
         # Places and depths as tensors: one compiled step serves all depths
         self.numbers = torch.arange(shape.depth * max(shape.width, shape.nodes) + 2, device=drafter.target.device)
 
@@ -168,6 +170,7 @@ class HeadProposer(Proposer):
         compile, graphs = self.runner.requested
         chain = HeadProposer(self.drafter, TreeShape(depth, 1, depth), compile=compile, cuda_graphs=graphs)
         chain.runner.follow(self.runner)
+        chain.captures_steps = True
         return chain
 
     def steady(self):
@@ -282,13 +285,15 @@ class HeadProposer(Proposer):
     def _capturable(self, sampling: AnySampling) -> bool:
         """Whether all of a round's steps can be one CUDA graph.
 
-        No row may have a prompt to read, all rows need one sampling, and no step may read a copy that it made itself. A
-        draft model with a draft vocabulary copies its weights.
+        No row may have a prompt to read, all rows need one sampling, and no step may read a copy that it made itself.
         """
-        copies = self.drafter.context_kind == "text" and self.drafter.draft_to_target is not None
-        return (
-            self.runner.cuda_graphs and all(self.cache.host_lengths) and isinstance(sampling, Sampling) and not copies
-        )
+        read = all(self.cache.host_lengths)
+        return self.runner.cuda_graphs and read and isinstance(sampling, Sampling) and not self._copies_weights
+
+    @property
+    def _copies_weights(self) -> bool:
+        """Whether a step reads a copy of weights that it makes itself, which no graph finds again."""
+        return self.drafter.context_kind == "text" and self.drafter.draft_to_target is not None
 
     def _propose_from_graph(self, sampling: AnySampling, draws: list[Tensor]) -> Tree:
         """Runs `absorb` and `_grow` as one CUDA graph."""
@@ -320,6 +325,7 @@ class HeadProposer(Proposer):
         Only K and V change here. The rest of the new state is in the proposer that is returned with the tree.
         """
         view = copy.copy(self)
+        view.captures_steps = False
         view.cache = self.cache.with_tensors(self.cache.keys_and_values, state.lengths)
         view.carried, view.parents = list(state.carried), parents
         counts = [0] * len(state.num)  # not known on the host
@@ -394,8 +400,9 @@ class HeadProposer(Proposer):
         return new
 
     def _read(self, new: NewTokens, runner: Runner) -> tuple[Tensor, StepOutput]:
-        inputs = (new.tokens, new.features, new.num, self.cache.lengths, *self.cache.keys_and_values, *self.carried)
-        *carried, newest, state, logits, shared_logits = runner(("absorb", self.shape.depth), self._absorb, *inputs)
+        inputs = new.tokens, new.features, new.num, self.cache.lengths, *self.carried
+        name = "absorb", self.shape.depth
+        *carried, newest, state, logits, shared_logits = self._run_step(runner, name, self._absorb, *inputs)
         self.carried = carried
         self.cache.commit(new.num, new.counts)
         return newest, StepOutput(state, logits, shared_logits)
@@ -435,9 +442,19 @@ class HeadProposer(Proposer):
             return self._step(d_traced, state, tokens, seen, positions, view)
 
         depth, places = self.numbers[self.drafter.first_slot + d - 2], self.numbers[pending : pending + tokens.shape[1]]
-        inputs = state, tokens, seen, self.cache.lengths, depth, places, *self.cache.keys_and_values
-        state, logits = self.runner(("step", d_traced), step, *inputs)
+        inputs = state, tokens, seen, self.cache.lengths, depth, places
+        state, logits = self._run_step(self.runner, ("step", d_traced), step, *inputs)
         return StepOutput(state, logits, logits[:, :0])
+
+    def _run_step(self, runner: Runner, name: object, function: Callable[..., Any], *inputs: Tensor) -> Any:
+        """function(*inputs, *K and V of the cache), as a CUDA graph if steps are captured."""
+
+        def run(*inputs):
+            return runner(name, function, *inputs, *self.cache.keys_and_values)
+
+        if not self.captures_steps or self._copies_weights:
+            return run(*inputs)
+        return runner.run_whole(name, run, inputs, list(self.cache.groups.values()))
 
     def likeliest(self, logits: Tensor, num: int) -> tuple[list, list]:
         """Returns the `num` likeliest tokens of each row: probabilities [B][num] and target ids. logits [B, 1, W]"""
@@ -446,15 +463,19 @@ class HeadProposer(Proposer):
             best = logits[:, 0].float().softmax(-1).topk(num, dim=-1)
             return best.values, self.drafter.to_target(best.indices)
 
-        values, tokens = self.runner(("candidates", num), likeliest, logits)
+        def run(logits):
+            return self.runner(("candidates", num), likeliest, logits)
+
+        values, tokens = self.runner.run_whole(("candidates", num), run, [logits], [])
         return values.tolist(), tokens.tolist()
 
     def _absorb(self, tokens, features, num, lengths, *tensors):
-        """Computes `absorb` from tensors alone. tensors: keys and values of the cache, then the carried states
+        """Computes `absorb` from tensors alone. tensors: the carried states, then keys and values of the cache
 
         Returns the states to carry on; the newest token [B, 1]; state and logits of its step 1; logits of later steps.
         """
-        halves, carried = tensors[: len(self.cache.keys_and_values)], tensors[len(self.cache.keys_and_values) :]
+        num_carried = len(tensors) - len(self.cache.keys_and_values)
+        carried, halves = tensors[:num_carried], tensors[num_carried:]
         cache, newest = self.cache.with_tensors(halves, lengths), _select_newest(tokens, num)
         if self.drafter.parallel:
             state, readouts = self._parallel_step(tokens, features, num, cache)

@@ -151,7 +151,7 @@ def test_decoding_gives_the_same_answers(head, shape, temperature):
 
 
 def test_memory_is_allocated_once_and_used_again(monkeypatch):
-    """For prompt, answer and tree, of target and head. Later answers of at most its size have it, empty, in its place."""
+    """For prompt, answer and tree, of target and head. Later answers that are not longer have it, empty."""
     target = make_target(6, num_layers=3)
     with fast.force_paths("cache"):
         drafter = make_drafter(target, "eagle", True)

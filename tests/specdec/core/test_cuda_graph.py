@@ -258,6 +258,7 @@ def test_drafts_of_a_round_from_one_graph_give_the_same_answers(shallow, monkeyp
         for seed, num in enumerate((16, 15, 12)):
             check_same(graphed, plain, prompts_of(shallow, seed, (5, 9)), num)
             addresses |= {find_address(tensor) for tensor in graphed.proposer.cache.keys_and_values}
+            addresses.add(find_address(graphed.proposer.numbers))
             assert not find_foreign(captured, addresses)
             captured.clear()
             if seed == 0:

@@ -330,7 +330,7 @@ def test_times_are_shared_by_the_rows_that_ran(small_target):
     assert all(answer.seconds == pytest.approx(sum(answer.stages.values())) for answer in answers)
     assert all(answer.prefill_seconds > 0 and len(answer.accepted[0]) == 11 for answer in answers)
     single = decoder.generate([[1, 2, 3]], 2)  # a CPU knows the times of a round at its end
-    assert len(single.drafted) == 1 and min(single.stages.values()) > 0
+    assert len(single.drafted) == 1 and all(single.stages[name] > 0 for name in ("draft", "verify", "keep", "other"))
 
 
 @pytest.mark.parametrize("name", ["none", "eagle3"])

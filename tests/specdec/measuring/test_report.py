@@ -101,4 +101,8 @@ def test_the_best_chain_of_a_mixture_follows_its_experts():
     report = Report(0.0, 1, 1, survival=[0.7, 0.5], baseline_tokens_per_second=1.0, ms_per_round=stages)
     assert choose_chain(report) == 1 and choose_chain(replace(report, experts=[2, 1])) == 2
     slower = replace(report, ms_per_round={"draft": 200.0, "verify": 1.9e3, "keep": 50.0, "other": 0.0})
-    assert predict_chain_speedups(slower) == pytest.approx([1700 / (100 + 1450 + 50), 2200 / (200 + 1900 + 50)])
+    expected = [1700 / (100 + 1450 + 50), 2200 / (200 + 1900 + 50)]
+    assert predict_chain_speedups(slower) == pytest.approx(expected)
+    served = {"verify": 19.0, "step": 1.0, "steps": 2, "plain": 9.0}
+    whole = replace(slower, ms_per_round={"round": 2100.0, "other": 50.0}, served_ms=served)  # the device made it alone
+    assert predict_chain_speedups(whole) == pytest.approx(expected)
