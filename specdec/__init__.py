@@ -23,6 +23,7 @@ DISTRIBUTION = "specdec-drafters"  # name for pip; `specdec` on PyPI is another 
 __all__ = ["Decoder", "Drafting", "Sampling", "Speculative", "load", "load_head", "load_target"]
 
 threads.limit_spinning()
+threads.divide_compilers()
 
 _CLASSES = {  # each is imported when it is first used, so that `import specdec` does not import torch
     "Decoder": "specdec.decoding.decoder",

@@ -410,6 +410,7 @@ RECOMPILE_LIMIT = 64  # of one function: kinds of layers, and numbers of slots b
 @functools.cache
 def _compile_block(function: Callable) -> Callable:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    torch._dynamo.config.optimize_ddp = False  # True cuts a block where DDP's buckets of gradients end
     return torch.compile(function, fullgraph=True, backend=BACKEND)
 
 

@@ -148,6 +148,20 @@ def cache_document(path: Path, document: dict, name: str) -> None:
         warnings.warn(f"{name} cannot be kept in {path.parent} ({error}), and will be made again.", stacklevel=2)
 
 
+@contextlib.contextmanager
+def lock_cached(path: Path | None) -> Iterator[None]:
+    """Within, no other process of this machine makes the cached file `path`: it waits, and then reads the file.
+
+    None, a folder that cannot be written, and one without locks: nobody waits, and each makes its own.
+    """
+    with contextlib.ExitStack() as stack:
+        if path is not None:
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(filelock.FileLock(path.with_suffix(".lock"), fallback_to_soft=False))
+        yield
+
+
 def replace_document(path: Path, document: dict) -> None:
     """Replaces a JSON document in a folder by `write_folder`, and its checksum.
 

@@ -13,7 +13,7 @@ import torch
 from specdec.core import fast
 from specdec.core.compile import Runner
 from specdec.core.devices import name_cause
-from specdec.core.files import cache_document
+from specdec.core.files import cache_document, lock_cached
 from specdec.core.sampling import Sampling
 from specdec.core.untrusted import read_json
 from specdec.proposers import costs
@@ -41,7 +41,8 @@ def choose_run_mode(runner: Runner, target: Target) -> None:
     conditions = costs.describe_conditions(plain, Sampling()) | {"ways": modes}
     file = costs.find_costs_file(conditions).with_suffix(".way.json")
     if str(file) not in _modes_by_file:
-        _modes_by_file[str(file)] = _read_mode(file) or _measure_modes(target, modes, file)
+        with lock_cached(file):
+            _modes_by_file[str(file)] = _read_mode(file) or _measure_modes(target, modes, file)
     runner.compile, runner.cuda_graphs = _modes_by_file[str(file)]
 
 

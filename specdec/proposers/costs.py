@@ -20,7 +20,7 @@ import numpy
 import torch
 
 from specdec.core import devices, masks, rules
-from specdec.core.files import cache_document, find_cache_folder
+from specdec.core.files import cache_document, find_cache_folder, lock_cached
 from specdec.core.sampling import AnySampling, Sampling
 from specdec.core.tree import Tree
 from specdec.core.untrusted import read_json
@@ -152,9 +152,16 @@ class MeasuredCosts(Costs):
         standard_sizes = () if self.by_shape else ROWS
         smaller_sizes = [size for size in standard_sizes if size < batch_size]
         for size in [*smaller_sizes, min(batch_size, max(standard_sizes, default=batch_size))]:
-            between = standard_sizes and self.table and min(self.table) <= size <= max(self.table)
-            if size not in self.table and not between:
-                self._measure(size)
+            if self._lacks(size):
+                with lock_cached(self.path):  # another process may measure it now
+                    self.table = self._read() | self.table
+                    if self._lacks(size):
+                        self._measure(size)
+
+    def _lacks(self, batch_size: int) -> bool:
+        """Whether a batch size must be measured. Where shapes are not compiled, others are interpolated."""
+        between = not self.by_shape and self.table and min(self.table) <= batch_size <= max(self.table)
+        return batch_size not in self.table and not between
 
     def _measure(self, batch_size: int) -> None:
         timed_sizes = self.progress(

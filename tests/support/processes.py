@@ -2,8 +2,10 @@
 run.
 """
 
+import hashlib
 import os
 import signal
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from train.settings.hydra_text import make_search_path
 def fit_float64(
     run: str, overrides: list[str], stop: int | None = None, spoil: int | None = None, end: int | None = None
 ) -> None:
-    """Trains a run in the working directory, with target, head and optimizer in float64.
+    """Trains a run in the working directory, with target, head and optimizer in float64. Prints digests of buffers.
 
     stop: the step before which the run dies; spoil: the step whose loss is not a number; end: the step within which the
     second process gets SIGTERM
@@ -36,6 +38,10 @@ def fit_float64(
 
     def act(trainer):
         number[0] = trainer.step + 1
+        buffers = dict(trainer.drafter.named_buffers())
+        print(f"# buffers {run} {number[0]} {sorted(buffers)} {digest_tensors(buffers.values())}")
+        if trainer.num_processes > 1:
+            assert not trainer.objective.broadcast_buffers and trainer.objective.gradient_as_bucket_view
         if number[0] == stop:
             raise PowerCutError
         if number[0] == end and os.environ["RANK"] == "1":
@@ -57,6 +63,12 @@ def fit_float64(
             torch.set_default_dtype(before)
             for state in (AcceleratorState, GradientState, PartialState):
                 state._reset_state()
+
+
+def digest_tensors(tensors: Iterable[torch.Tensor]) -> str:
+    """Of their bytes, in order"""
+    contents = [value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() for value in tensors]
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
 def fit_by_two(cwd: Path, runs: list[dict]) -> list[str]:

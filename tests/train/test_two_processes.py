@@ -46,7 +46,7 @@ def printed(folder, tmp_path_factory):
         runs += [run("two-then-one", stop=4), run("one-then-two", "resume=true")]
         runs += [run("spoiled", "train.skip_not_finite=true", spoil=2)]
         minutes = ["train.save_every=null", "train.save_minutes=1e-9", "train.steps=90", "train.validate_every=27",
-                   "validation.num_prompts=1"]  # fmt: skip
+                   "train.accumulation=auto", "validation.num_prompts=1"]  # fmt: skip
         runs += [run("ended", *minutes, end=30)]
         both = fit_by_two(cwd, runs)
         fit_float64(**run("two-then-one", "train.accumulation=2", "resume=true"))
@@ -87,6 +87,14 @@ def test_two_processes_train_as_one(runs, head):
         assert reports[0][name] == pytest.approx(reports[1][name], rel=1e-9), name
     assert reports[0]["ema"]["kept"] == reports[1]["ema"]["kept"]
     assert reports[0]["training"]["parameters"] == reports[1]["training"]["parameters"]
+
+
+def test_buffers_are_alike_in_both_processes_without_a_broadcast(printed):
+    """Before each step of all runs: maps of the draft vocabulary, sizes of inputs, angles."""
+    first, second = (re.findall(r"^# buffers .*", text, flags=re.M) for text in printed[1])
+    assert first == second and len(first) > 60
+    for name in ("draft_to_target", "target_to_draft", "fc.size", "inv_freq"):
+        assert any(f"{name}'" in line for line in first), name
 
 
 @pytest.mark.parametrize("run", ["resumed", "two-then-one", "one-then-two"])
@@ -132,5 +140,5 @@ def test_only_the_main_process_speaks_and_computes_the_start(printed):
     texts = [re.sub(rf"^(# |{re.escape(MARK)}).*\n?", "", text, flags=re.M) for text in printed[1]]
     main, other = (text.splitlines() for text in texts)
     new = len(HEADS) + 4  # the runs that two processes begin
-    assert main.count("computed start") == new and main.count("computed vocabulary") == new + 2
+    assert main.count("computed start") == new and main.count("computed vocabulary") == new + 3  # one for the pace
     assert not any(other)

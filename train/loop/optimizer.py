@@ -3,12 +3,14 @@
 import contextlib
 import functools
 import importlib
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from specdec.core import precision
 from specdec.target.model import DTYPES
@@ -76,7 +78,8 @@ def list_hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
     return list(dict.fromkeys(matrices))  # a shared one once
 
 
-NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of each of its five steps (Jordan, Muon, 2024)
+NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of each step (Jordan, Muon, 2024)
+NEWTON_SCHULZ_STEPS = 5
 
 
 def orthogonalise(update: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,16 +88,39 @@ def orthogonalise(update: Tensor, dtype: torch.dtype) -> Tensor:
     x = x.T if update.shape[0] > update.shape[1] else x
     x = x / x.norm().clamp(min=1e-7)
     first, second, third = NEWTON_SCHULZ
-    for _ in range(5):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=second, alpha=third), x, beta=first)
     return x.T if update.shape[0] > update.shape[1] else x
+
+
+def count_operations(matrix: Tensor) -> float:
+    """Floating-point operations of `orthogonalise` for a matrix [m, n]"""
+    low, high = sorted(matrix.shape)
+    return NEWTON_SCHULZ_STEPS * (4.0 * low * low * high + 2.0 * low**3)
+
+
+def divide_matrices(matrices: Sequence[Tensor], num_processes: int) -> tuple[list[list[int]], list[float]]:
+    """The numbers of the matrices that each process orthogonalises, and its floating-point operations.
+
+    The dearest matrix goes first, to the process with the least work so far. No matrix is divided.
+    """
+    shares: list[list[int]] = [[] for _ in range(num_processes)]
+    loads = [0.0] * num_processes
+    costs = [count_operations(matrix) for matrix in matrices]
+    for number in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+        process = loads.index(min(loads))
+        shares[process].append(number)
+        loads[process] += costs[number]
+    return shares, loads
 
 
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov's momentum, as torch.optim.Muon with match_rms_adamw, but in what the device computes in.
 
     That one takes bfloat16 everywhere: 77 times as long on a CPU without units for it (results/47-right-by-default.md).
+    Several processes must have equal gradients (DDP). Each orthogonalises its share of whole matrices and sends the
+    results to the others, so an update is that of one process. All have all of the momentum.
     """
 
     MOMENTUM = 0.95
@@ -104,23 +130,57 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
+        num_processes = dist.get_world_size() if dist.is_initialized() else 1
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            for weight in weights:
                 state = self.state[weight]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(weight.grad)
-                average = state["momentum_buffer"].lerp_(weight.grad, 1 - self.MOMENTUM)
-                update = orthogonalise(weight.grad.lerp(average, self.MOMENTUM), find_compute_dtype(weight.device))
+                state["momentum_buffer"].lerp_(weight.grad, 1 - self.MOMENTUM)
+            updates: Iterable[Tensor] = map(self._compute_update, weights)
+            if num_processes > 1:
+                updates = self._exchange_updates(weights, num_processes)
+            for weight, update in zip(weights, updates):
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 # As large as AdamW's updates (2502.16982, section 2.2)
                 weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(weight.shape)))
 
+    def _compute_update(self, weight: Tensor, num_processes: int = 1) -> Tensor:
+        assert weight.grad is not None
+        update = weight.grad.lerp(self.state[weight]["momentum_buffer"], self.MOMENTUM)
+        return orthogonalise(update, find_compute_dtype(weight.device, num_processes))
+
+    def _exchange_updates(self, weights: list[Tensor], num_processes: int) -> list[Tensor]:
+        """The updates of all weights, from all processes. A matrix travels while the next one is computed."""
+        updates, transfers = list(weights), []
+        for numbers in itertools.zip_longest(*divide_matrices(weights, num_processes)[0]):
+            for process, number in enumerate(numbers):
+                if number is not None:
+                    updates[number] = self._compute_or_allocate(weights[number], process, num_processes)
+                    transfers.append(dist.broadcast(updates[number], process, async_op=True))
+        for transfer in transfers:
+            transfer.wait()
+        return updates
+
+    def _compute_or_allocate(self, weight: Tensor, process: int, num_processes: int) -> Tensor:
+        """The update of a weight of `process`, or memory for it in the others."""
+        dtype = find_compute_dtype(weight.device, num_processes)  # all ask at the same moment
+        if process == dist.get_rank():
+            return self._compute_update(weight, num_processes).contiguous()
+        return torch.empty(weight.shape, dtype=dtype, device=weight.device)
+
 
 @functools.cache
-def find_compute_dtype(device: torch.device) -> torch.dtype:
-    return DTYPES[precision.choose_dtype(device).dtype]
+def find_compute_dtype(device: torch.device, num_processes: int = 1) -> torch.dtype:
+    """The dtype of products on a device; for several processes, whose devices may differ, that of the first one"""
+    dtype = DTYPES[precision.choose_dtype(device).dtype]
+    if num_processes > 1:
+        dtypes = list(DTYPES.values())
+        number = torch.tensor(dtypes.index(dtype), device=device)
+        dist.broadcast(number, 0)
+        return dtypes[int(number)]
+    return dtype
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -112,7 +113,8 @@ class Trainer:
         self.order = Order(len(material.packs), *order_settings)
         self.loader = Loader(material, order=self.order, device=accelerator.device, steps=settings.steps)
         self.waiting = Waiting(settings.timeout, accelerator.process_index, accelerator.num_processes)
-        with self.waiting("the others to load their target and data"):
+        with self.waiting("the others to load their target and data"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # torch 2.13 renames it
             self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         self.average = None if settings.ema is None else WeightAverage(self.drafter, settings.ema)
         # Each loss is read before the update, and guesses are compared with the text, where that costs nothing

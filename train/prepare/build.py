@@ -12,7 +12,7 @@ import torch
 import transformers
 import yaml
 from accelerate import Accelerator, PartialState
-from accelerate.utils import parse_flag_from_env, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, parse_flag_from_env, set_seed
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
@@ -146,7 +146,11 @@ def uses_cpu() -> bool:
 
 def start_accelerator(config: RunConfig) -> Accelerator:
     """The accelerator of a run. Warns of flags that the run does not follow, and of a slow precision."""
-    accelerator = Accelerator(cpu=uses_cpu(), mixed_precision=ACCELERATE_PRECISIONS[config.precision])
+    # Buffers are made alike in all processes and never change in a forward pass; gradients stay where they are summed
+    settings = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    accelerator = Accelerator(
+        cpu=uses_cpu(), mixed_precision=ACCELERATE_PRECISIONS[config.precision], kwargs_handlers=[settings]
+    )
     for sentence in find_ignored_flags(config.precision, accelerator.num_processes):
         warnings.warn(sentence, stacklevel=2)
     choice = precision.choose_dtype(accelerator.device)

@@ -326,8 +326,8 @@ def time_steps(options: RunOptions, sizes: RunSizes, packs: Packs, target: Targe
         texts.append(collate(rows, length=sizes.length, pad_token=0).move_to(device))
     tokens = [int((batch.documents >= 0).sum()) for batch in texts]
     outputs: dict[int, Any] = {}
-    # The first batch on a GPU proves and compiles; processes that hold a target together must take the same number
-    patient = device.type != "cpu" or target.share.size > 1
+    # The first batch on a GPU proves and compiles. Processes that divide a target or an update must take as many steps
+    patient = device.type != "cpu" or torch.distributed.is_initialized()
     measure = functools.partial(
         plan.measure_pace, tokens=tokens, wait=lambda: devices.wait_for_device(device), patient=patient
     )

@@ -26,7 +26,7 @@ from specdec.target.model import Target, TargetOutput
 from specdec.target.structure import count_weights, find_experts
 from specdec.text.conversations import Row
 from train.data.batches import collate
-from train.loop.optimizer import list_hidden_matrices
+from train.loop.optimizer import divide_matrices, list_hidden_matrices
 from train.loop.trainer import START_SLOTS, read_peak_memory
 from train.prepare.count_tensors import H100_BANDWIDTH, H100_PEAK, Autocast, OperationCount
 from train.settings.decide import GB, Cost, Hardware, Memory, Pace, RunSizes, TextLengths, find_problems
@@ -39,7 +39,6 @@ PYTHON_BYTES = 0.55 * GB  # bytes of Python and its libraries on a CPU
 READ_AHEAD_RATIO = (
     1.8  # memory of a step on a CPU with its read-ahead over that of a step (results/47-right-by-default.md)
 )
-MUON_STEPS = 5  # Newton-Schulz steps of Muon
 QUANTISED_RATIO = 0.3  # bytes of quantised weights over those in 16 bits, where the files are not here
 META_ERRORS = (ValueError, RuntimeError, TypeError)  # errors of operations on tensors without values
 
@@ -111,7 +110,7 @@ def count_run(options: RunOptions, sizes: RunSizes, target: Target, texts: TextL
     pace = Pace(
         read=estimate_reading_seconds(options, target, drafter, peak),
         step=count.seconds / tokens,
-        update=estimate_update_seconds(drafter, muon, peak=peak, bandwidth=bandwidth),
+        update=estimate_update_seconds(drafter, muon, hardware.num_processes, peak=peak, bandwidth=bandwidth),
     )
     return RunCount(drafter, memory, pace)
 
@@ -158,12 +157,12 @@ def estimate_reading_seconds(options: RunOptions, target: Target, drafter: Head,
     return 2 * used / (PRODUCT_SHARE * peak) * PASS_TIME_RATIO
 
 
-def estimate_update_seconds(drafter: Head, muon: list[nn.Parameter], *, peak: float, bandwidth: float) -> float:
-    """Seconds of the optimizer's update. peak, bandwidth: FLOP/s and bytes/s"""
-    seconds = 28.0 * drafter.num_parameters() / bandwidth
-    for low, high in (sorted(matrix.shape) for matrix in muon):
-        seconds += MUON_STEPS * (4.0 * low * low * high + 2.0 * low**3) / (0.5 * peak)
-    return seconds
+def estimate_update_seconds(
+    drafter: Head, muon: list[nn.Parameter], num_processes: int, *, peak: float, bandwidth: float
+) -> float:
+    """Seconds of the optimizer's update, without exchanges. peak, bandwidth: FLOP/s and bytes/s"""
+    _, loads = divide_matrices(muon, num_processes)
+    return 28.0 * drafter.num_parameters() / bandwidth + max(loads) / (0.5 * peak)
 
 
 def count_bytes_per_token(target: Target, num_layers: int) -> int:

@@ -4,6 +4,9 @@ import weakref
 
 import pytest
 import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from specdec.core import compile, fast
 from tests.support.drafters import VARIANTS, make_drafter, name_of
@@ -160,3 +163,23 @@ def test_a_block_that_cannot_be_compiled_runs_as_it_is(target, use_backend):
         objective_module.drafter.block.finish_layer(
             torch.zeros(1, 2, 3, dtype=torch.float64), torch.zeros(1, 2, 4, dtype=torch.float64)
         )
+
+
+def test_a_block_is_compiled_whole_inside_ddp(use_backend):
+    """With small buckets of gradients, too: torch would cut the graph at each."""
+
+    class Block(nn.Sequential):
+        @compile.training_block
+        def forward(self, x):
+            return super().forward(x)
+
+    graphs = []
+    use_backend(lambda graph, inputs: graphs.append(graph) or graph.forward)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = DistributedDataParallel(Block(*(nn.Linear(600, 600) for _ in range(3))), bucket_cap_mb=1)
+        with fast.force_paths("blocks"):
+            module(torch.ones(2, 600)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert len(graphs) == 1 and all(parameter.grad is not None for parameter in module.parameters())
