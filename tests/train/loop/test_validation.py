@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from rich.table import Table
 
 from specdec import checkpoint
-from specdec.core import files
+from specdec.core import fast, files
 from specdec.core.sampling import Sampling
 from specdec.decoding.drafting import Drafting
 from specdec.measuring import answers, served
@@ -26,6 +26,7 @@ from specdec.unroll import replay
 from tests.support.commands import write_rows
 from tests.support.decoding import prompts_of, random_tokens
 from tests.support.drafters import make_drafter
+from tests.support.graphs import StepRecorder
 from tests.support.loops import follow
 from tests.support.runs import fit_interrupted, log_of, report_of, same_weights, weights_of
 from train.loop import validate
@@ -214,6 +215,24 @@ def test_decoding_keeps_to_its_share_of_the_training_time(make, drafter, clock):
     assert not judge(validation, drafter, trained=9000.0, best=report.replayed_tau).decoded  # not better than the best
     assert judge(validation, drafter, trained=9000.0, best=1.0).num_prompts == 5
     assert "validation took 0.9 % of the 9000 s of training (decode 80.0 s)" in validation.describe_cost(9000.0)
+
+
+def test_captured_rounds_serve_all_validations_of_a_run(make, small_target, drafter, monkeypatch):
+    """The weights of each drafter are copied into one, whose rounds were captured in the first validation."""
+    monkeypatch.delitem(small_target.__dict__, "reads_length", raising=False)
+    other = drafter.frozen_copy()
+    for parameter in other.parameters():
+        parameter.data.mul_(0.5)
+    with fast.force_paths("cache"):
+        recorder = StepRecorder(monkeypatch)
+        captured = make(drafter, replace(CHAIN, cuda_graphs=True), decode="always")
+        plain = make(drafter, decode="always")
+        for judged in (drafter, other, drafter):
+            report, reference = judge(captured, judged), judge(plain, judged)
+            assert (report.tau, report.num_prompts) == (reference.tau, 5) and report.ms_per_round.keys() == {"round"}
+            assert same_weights(captured.twin.state_dict(), judged.state_dict())
+    assert len(recorder.captured) == 2 and captured.runner.cuda_graphs  # a plain round, and one with drafts
+    small_target.__dict__.pop("reads_length", None)
 
 
 def test_the_end_decodes_at_least_two_prompts(make, drafter, clock):
