@@ -42,7 +42,7 @@ class RoundBuffers:
 class DeviceRound:
     """A round of B rows that a device makes alone, captured.
 
-    cache, verify, proposer: those of a batch, whose memory the round keeps; proposer None: plain decoding
+    cache, verify, proposer: parts of a batch, whose memory the round keeps; proposer None: plain decoding
     """
 
     def __init__(self, cache: RowCache, verify: Verifier, proposer: HeadProposer | None, sampling: Sampling):
@@ -57,7 +57,7 @@ class DeviceRound:
             lengths=cache.lengths.clone(),
             skipped=cache.skipped.clone(),
             newest=torch.zeros_like(cache.lengths),
-            drafter=proposer and proposer.round_state().clone(),
+            drafter=None if proposer is None else proposer.round_state().clone(),
             running=torch.ones_like(cache.lengths),
             numbers=torch.zeros(num_draws * num_rows, dtype=torch.float64, device=device),
             result=torch.zeros(num_rows, self.depth + 2, dtype=torch.long, device=device),
@@ -184,8 +184,9 @@ def find_device_round(
     cache: RowCache, verify: Verifier, proposer: Proposer | None, sampling: AnySampling
 ) -> DeviceRound | None:
     """The captured round of batches with these caches; None if the host has to take part (docs/gpu.md)."""
-    plain = isinstance(sampling, Sampling) and not sampling.penalises and not verify.distribution
-    if not plain or not verify.capturable or cache.memory is None:
+    if not isinstance(sampling, Sampling) or sampling.penalises or verify.distribution:
+        return None
+    if not verify.capturable or cache.memory is None:
         return None
     runner, shape, memory = verify.runner, None, [*cache.groups.values()]
     if proposer is not None:

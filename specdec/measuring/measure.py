@@ -125,13 +125,10 @@ def measure(
     Raises ValueError for a prompt that cannot be decoded, and for two methods of one name.
     """
     decoders = make_decoders(methods, settings, earlier=earlier)
-    longest = max(longest, *(len(prompt.tokens) for prompt in prompts))
     for decoder in decoders.values():
         check_prompts(decoder, prompts, settings.max_new_tokens, source=source)
-        decoder.expect(longest + settings.max_new_tokens, batch_size=settings.batch)
-    for decoder in decoders.values():
-        generator = seeded_generator(decoder.target, settings.seed)
-        decoder.generate([prompts[0].tokens], min(WARM_UP_TOKENS, settings.max_new_tokens), generator=generator)
+    longest = max(longest, *(len(prompt.tokens) for prompt in prompts))
+    warm_up(decoders.values(), prompts[0], longest, settings)
     for method in methods:
         method.proposer.reset_history()
     numbered_prompts = list(zip(numbers or range(len(prompts)), prompts, strict=True))
@@ -151,6 +148,14 @@ def measure(
             for result, prompt, plain, drafted in answers:
                 result[method.name] = compare_answers(method, prompt, plain, drafted, settings.sampling)
         yield results
+
+
+def warm_up(decoders: Iterable[Decoder], prompt: Prompt, longest: int, settings: MeasureSettings) -> None:
+    """Decodes a little with each decoder, which compiles and captures then. longest: tokens of the longest prompt"""
+    for decoder in decoders:
+        decoder.expect(longest + settings.max_new_tokens, batch_size=settings.batch)
+        generator = seeded_generator(decoder.target, settings.seed)
+        decoder.generate([prompt.tokens], min(WARM_UP_TOKENS, settings.max_new_tokens), generator=generator)
 
 
 def make_decoders(

@@ -95,8 +95,8 @@ def join_committed(commits: list[Committed], *, length: int | None) -> NewTokens
     length: tokens of each row, padded, or a power of two for more, so that few shapes occur; None: the longest row
     """
     first, rows = commits[0]
-    natural = len(commits) == 1 and rows == list(range(len(first.counts)))
-    if natural and length in (None, first.tokens.shape[1]):
+    in_order = len(commits) == 1 and rows == list(range(len(first.counts)))
+    if in_order and length in (None, first.tokens.shape[1]):
         return first
     token_places = [list[int]() for _ in rows]  # places of each row's tokens in the flat tokens of all commits
     start, device = 0, first.tokens.device
@@ -107,15 +107,18 @@ def join_committed(commits: list[Committed], *, length: int | None) -> NewTokens
                 places += range(start + source_row * columns, start + source_row * columns + new.counts[source_row])
         start += num_rows * columns
     counts = list(map(len, token_places))
-    longest = max(counts)
-    if length is None:
-        length = longest
-    elif longest > length:
-        length = 1 << (longest - 1).bit_length()
+    length = _round_length(max(counts), length)
     token_index = upload_values([places + [0] * (length - len(places)) for places in token_places], device)  # [B, S]
     tokens = torch.cat([new.tokens.flatten() for new, _ in commits])
     features = torch.cat([new.features.flatten(0, 1) for new, _ in commits])
     return NewTokens(tokens[token_index], features[token_index], upload_values(counts, device), counts)
+
+
+def _round_length(longest: int, length: int | None) -> int:
+    """The padded length of rows, see `join_committed`."""
+    if length is None:
+        return longest
+    return length if longest <= length else 1 << (longest - 1).bit_length()
 
 
 class HeadProposer(Proposer):

@@ -92,8 +92,8 @@ class Validation:
             and self.drafting.replayable(drafter, measuring.sampling)
         )
         # What later validations use again
-        self.runner = drafting.runner()  # of the target's passes
-        self.decoders: dict[str, Decoder] = {}  # by their names in `measure`
+        self.runner = drafting.runner()  # runner of the target's passes
+        self.decoders: dict[str, Decoder] = {}  # decoders by their names in `measure`
         self.twin: Head | None = None  # drafter that decodes, if its passes are captured
         self.proposer: Proposer | None = None  # proposer of the twin
         self.costs: dict[Path, Costs] = {}  # measured costs of auto, by file

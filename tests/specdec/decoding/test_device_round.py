@@ -67,10 +67,10 @@ def test_answers_are_those_of_rounds_with_the_host(target, recorder, head, shape
     """Rows end and others join. Random numbers are those of each answer, in the order of its rounds."""
     prompts = list_prompts(target)
     settings = {"temperature": temperature}
-    wanted = answer_all(make_decoder(target, head, shape, graphs=False, **settings), prompts, batch_size=4)
+    answers = answer_all(make_decoder(target, head, shape, graphs=False, **settings), prompts, batch_size=4)
     decoder = make_decoder(target, head, shape, graphs=True, **settings)
-    assert answer_all(decoder, prompts, batch_size=4) == wanted
-    num_rounds = sum(len(accepted) for _, (accepted,) in wanted)
+    assert answer_all(decoder, prompts, batch_size=4) == answers
+    num_rounds = sum(len(accepted) for _, (accepted,) in answers)
     assert num_rounds / 4 <= recorder.num_starts < num_rounds / 2
     graphs = (decoder.proposer or decoder).runner.graphs
     assert len(graphs) == len(recorder.captured) == 1 and isinstance(next(iter(graphs.values())), DeviceRound)
@@ -117,20 +117,24 @@ def test_a_round_reads_lasting_memory_only(target, recorder):
 
 
 def test_requests_that_join_while_a_round_runs_get_their_own_answers(target, recorder):
-    wanted = [
-        make_decoder(target, "eagle3", CHAIN, graphs=False).generate([prompt], 12) for prompt in list_prompts(target)
-    ]
+    """One at a time. K and V are not copied when rows are added."""
+    alone = make_decoder(target, "eagle3", CHAIN, graphs=False)
+    answers = [alone.generate([prompt], 12).tokens[0] for prompt in list_prompts(target)]
     batch = make_decoder(target, "eagle3", CHAIN, graphs=True).batch(max_rows=4)
     requests = [Request(prompt, 12) for prompt in list_prompts(target)]
-    waiting = list(requests)
-    while waiting or batch.running:
-        if waiting and batch.count_free(4):  # one at a time: each joins while a round of the others runs
-            batch.admit([waiting.pop(0)])
-        if batch.running:
+    sizes, addresses = [], set()
+    for request in requests:
+        while not batch.count_free(4):
             batch.run_round()
+        batch.admit([request])
+        sizes.append(len(batch.requests))
+        addresses |= {group.data_ptr() for group in batch.cache.groups.values()}
+        batch.run_round()
+    while batch.running:
+        batch.run_round()
     batch.close()
-    assert [request.tokens for request in requests] == [generation.tokens[0] for generation in wanted]
-    assert recorder.num_starts
+    assert [request.tokens for request in requests] == answers
+    assert recorder.num_starts and len(addresses) == 1 and sizes[:4] == [1, 2, 4, 4]
 
 
 def test_the_host_takes_part_where_it_must(target, recorder, monkeypatch):

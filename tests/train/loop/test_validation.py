@@ -220,14 +220,14 @@ def test_decoding_keeps_to_its_share_of_the_training_time(make, drafter, clock):
 def test_captured_rounds_serve_all_validations_of_a_run(make, small_target, drafter, monkeypatch):
     """The weights of each drafter are copied into one, whose rounds were captured in the first validation."""
     monkeypatch.delitem(small_target.__dict__, "reads_length", raising=False)
-    other = drafter.frozen_copy()
-    for parameter in other.parameters():
+    later_drafter = drafter.frozen_copy()
+    for parameter in later_drafter.parameters():
         parameter.data.mul_(0.5)
     with fast.force_paths("cache"):
         recorder = StepRecorder(monkeypatch)
         captured = make(drafter, replace(CHAIN, cuda_graphs=True), decode="always")
         plain = make(drafter, decode="always")
-        for judged in (drafter, other, drafter):
+        for judged in (drafter, later_drafter, drafter):
             report, reference = judge(captured, judged), judge(plain, judged)
             assert (report.tau, report.num_prompts) == (reference.tau, 5) and report.ms_per_round.keys() == {"round"}
             assert same_weights(captured.twin.state_dict(), judged.state_dict())
