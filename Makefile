@@ -90,10 +90,10 @@ gpu-wheels: .venv/ready
 	@$(GPU_PYTHON) benchmarks/gpu_environment.py .venv-gpu gpu-wheels
 	@touch .venv-gpu/ready
 
-# All tests, in place of the first tier in the report. Each process holds about half a gigabyte of the GPU's memory.
+# All tests, in place of those of the report, which are marked gpu. Each process holds about half a gigabyte of the GPU's memory.
 gpu-test: .venv-gpu/ready
 	@$(GPU) -m pytest -q -n $(GPU_PROCESSES) --dist worksteal -m "not engines"
 
-# Writes gpu_report.json and gpu_report.md, part by part; GPU_OPTIONS="lengths=2048,16384 redo=true" and others: --help
+# Writes gpu_report.jsonl and gpu_report.md, figure by figure; GPU_OPTIONS="part=1 out=folder/" and others: --help
 gpu: .venv-gpu/ready
 	@$(GPU) -m benchmarks.gpu_report processes=$(GPU_PROCESSES) $(GPU_OPTIONS)

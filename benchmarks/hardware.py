@@ -6,7 +6,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from specdec.core import devices
+from specdec.core.compile import join_products
 from specdec.target import attention
 from specdec.target.model import Target
 from specdec.target.structure import find_experts
 from train.prepare.count_tensors import H100_BANDWIDTH, H100_PEAK
 
-MAX_READ_BYTES = 2**30  # bytes that a measurement of bandwidth reads, at most
+MAX_READ_BYTES = 2**30  # bytes that a measurement of bandwidth reads on a CPU, at most
+GPU_READ_BYTES = 2**33  # the same on a GPU, where the start of a kernel must not count
 SAMPLE_SECONDS = 0.003  # seconds between two samples of the memory of this process
 
 
@@ -117,6 +119,7 @@ SHAPES = {
     "1b": (2048, 16, 32, 8, 8192, 128256),  # Llama-3.2-1B, but for its tied embedding
     "135m": (576, 30, 9, 3, 1536, 49152),  # SmolLM2-135M
     "tiny": (64, 8, 4, 2, 128, 256),
+    "qwen3-tiny": (64, 8, 4, 2, 128, 256),  # with heads as wide as those of published targets
 }
 
 
@@ -125,6 +128,7 @@ def make_random_target(
 ) -> Target:
     """A Llama or a Qwen3 with random weights, made on the device, for figures of speed and memory.
 
+    On a GPU its products are joined, as those of a loaded target are (`Target.load`).
     shape: a key of SHAPES; positions: the longest text that it has to read; vocab_size: in place of the shape's
     """
     if shape not in SHAPES:
@@ -139,6 +143,8 @@ def make_random_target(
         model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype), attn_implementation=attention.IMPLEMENTATION
         )
+    if device.type == "cuda":
+        join_products(model)
     return Target(model, name=f"random {shape}")
 
 
@@ -163,12 +169,26 @@ def count_bytes_per_token(target: Target) -> int:
 def measure_bandwidth(num_bytes: int, device: torch.device, *, repeats: int = 15) -> float:
     """Bytes/s at which the device reads memory, as a sum of float32; the best of `repeats`.
 
-    num_bytes: number of bytes, of which at most MAX_READ_BYTES are read
+    num_bytes: number of bytes, of which at most MAX_READ_BYTES are read, on a GPU GPU_READ_BYTES
     """
-    values = torch.ones(min(num_bytes, MAX_READ_BYTES) // 4, device=device)
-    best = 0.0
+    limit = GPU_READ_BYTES if device.type == "cuda" else MAX_READ_BYTES
+    values = torch.ones(min(num_bytes, limit) // 4, device=device)
+    return values.nbytes / min(time_on_device(values.sum, device, repeats))
+
+
+def time_on_device(function: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Seconds of each call of a function: on a GPU between two events, so without the start of its first kernel."""
+    seconds = []
     for _ in range(repeats):
-        start = time.perf_counter()
-        float(values.sum())  # waits for the device
-        best = max(best, values.nbytes / (time.perf_counter() - start))
-    return best
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3)
+            continue
+        started = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - started)
+    return seconds

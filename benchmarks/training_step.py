@@ -78,6 +78,7 @@ class StepCost:
     state_bytes: int  # memory of gradients and the optimizer's state
     flops: float  # FLOPs that the step needs
     depth: int | None  # depth of the objective's unroll; None: the head has none
+    supervise: str  # goals: answers, or text
     optimizer: str
 
     @property
@@ -224,41 +225,65 @@ def list_moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
+@dataclass(frozen=True)
+class PreparedStep:
+    """A head, its objective and its optimizer, as train.py makes them, and one batch that every step reads."""
+
+    config: DictConfig  # settings of train.py
+    drafter: Drafter
+    objective: Any
+    optimizer: torch.optim.Optimizer
+    batch: TrainingBatch
+    online: ComputedFeatures
+    output: Any  # the target's outputs, where they are given; None: each step computes them
+    num_goals: Tensor
+    mixed: bool  # whether steps compute in bfloat16
+
+    def __call__(self) -> None:
+        """Takes a step."""
+        output = self.online(self.batch) if self.output is None else self.output
+        with torch.autocast(self.num_goals.device.type, torch.bfloat16, enabled=self.mixed):
+            loss = self.objective(self.batch, output, compare=False)
+        (loss.total / self.num_goals).backward()
+        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.train.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def list_left_out(options: StepOptions) -> list[str]:
+    """The fast paths that are left out. Raises ValueError for one that does not exist."""
+    without = common.split_list(options.without)
+    if unknown := set(without) - set(fast.PATHS):
+        raise ValueError(f"without={','.join(unknown)} must be a comma list of {', '.join(fast.PATHS)}.")
+    return without
+
+
+def prepare_step(options: StepOptions, head: str, length: int, target: Target) -> PreparedStep:
+    """Makes the parts of a step. Raises ValueError for wrong options."""
+    config, device, without = compose_settings(options, head), target.device, list_left_out(options)
+    drafter = make_drafter(config, head, target)
+    objective = instantiate(config.head.objective, drafter, _convert_="all").train()
+    optimizer_settings: Any = OmegaConf.to_container(config.optimizer, resolve=True)
+    optimizer = make_optimizer(drafter, OptimizerOptions(**optimizer_settings))
+    online = ComputedFeatures(target, drafter.target_layers)
+    batch = make_batch(options, length, target.vocab_size).move_to(device)
+    with leave_out(without, target):
+        output = online(batch) if options.features == "given" else None
+    num_goals = batch.goal_mask(objective.supervise).sum()
+    mixed = is_mixed(options, device)
+    return PreparedStep(config, drafter, objective, optimizer, batch, online, output, num_goals, mixed)
+
+
 def measure_step(options: StepOptions, head: str, length: int, target: Target) -> StepCost:
     """Takes steps and measures them. Raises an error of torch if memory does not suffice, ValueError for wrong options.
 
     The needed FLOPs are those of the reference without compiled blocks, which hide products.
     """
-    # Make the head, its objective and its optimizer, as train.py does.
-    without = common.split_list(options.without)
-    if unknown := set(without) - set(fast.PATHS):
-        raise ValueError(f"without={','.join(unknown)} must be a comma list of {', '.join(fast.PATHS)}.")
-    config, device = compose_settings(options, head), target.device
-    drafter = make_drafter(config, head, target)
-    objective = instantiate(config.head.objective, drafter, _convert_="all").train()
-    optimizer_settings: Any = OmegaConf.to_container(config.optimizer, resolve=True)
-    optimizer = make_optimizer(drafter, OptimizerOptions(**optimizer_settings))
-
-    # Make one batch, which every step reads.
-    online = ComputedFeatures(target, drafter.target_layers)
-    batch = make_batch(options, length, target.vocab_size).move_to(device)
-    num_goals = batch.goal_mask(objective.supervise).sum()
-    with leave_out(without, target):
-        outputs = online(batch) if options.features == "given" else None
-    mixed = is_mixed(options, device)
-
-    def step() -> None:
-        output = online(batch) if outputs is None else outputs
-        with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
-            loss = objective(batch, output, compare=False)
-        (loss.total / num_goals).backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.train.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+    step, device = prepare_step(options, head, length, target), target.device
 
     # Time the steps, and note their memory.
     seconds, memory = [], hardware.PeakMemory(device)
-    with leave_out(without, target), memory.measured():
+    with leave_out(list_left_out(options), target), memory.measured():
         for _ in range(options.warmup + options.steps):
             devices.wait_for_device(device)
             start = time.perf_counter()
@@ -270,19 +295,20 @@ def measure_step(options: StepOptions, head: str, length: int, target: Target) -
     # Count the FLOPs last, because counting costs time and memory. Texts in a pack show only what they see.
     needed = NeededFlops()
     packed = fast.force_paths("varlen") if device.type == "cpu" else contextlib.nullcontext()
-    with packed, leave_out(["loss", "blocks", "graphs"], target), needed.watching(optimizer):
+    with packed, leave_out(["loss", "blocks", "graphs"], target), needed.watching(step.optimizer):
         step()
-    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in step.drafter.parameters() if parameter.requires_grad]
     return StepCost(
-        tokens=int((batch.documents >= 0).sum()),
+        tokens=int((step.batch.documents >= 0).sum()),
         parameters=sum(parameter.numel() for parameter in trained),
         seconds=seconds[options.warmup :],
         peak_bytes=memory.bytes,
         total_bytes=memory.total,
-        state_bytes=sum(value.nbytes for value in [*trained, *list_moments(optimizer)]),
+        state_bytes=sum(value.nbytes for value in [*trained, *list_moments(step.optimizer)]),
         flops=needed.flops,
-        depth=config.head.objective.get("depth"),
-        optimizer=config.optimizer.name,
+        depth=step.config.head.objective.get("depth"),
+        supervise=step.objective.supervise,
+        optimizer=step.config.optimizer.name,
     )
 
 

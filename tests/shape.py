@@ -40,6 +40,7 @@ BANNED_NAMES = frozenset(
 
 # Keys of YAML files and of command lines, which users write: {path: names}
 USER_NAMES = {
+    "benchmarks/gpu/options.py": {"part"},
     "scripts/datastore.py": {"data"},
     "scripts/show_data.py": {"data"},
     "specdec/engines/launch.py": {"more"},

@@ -12,6 +12,7 @@ from benchmarks.training_step import NeededFlops, StepOptions, measure_step
 from specdec.core import fast
 from tests.support.targets import OLD_TRANSFORMERS
 
+pytestmark = pytest.mark.gpu
 HIDDEN, LAYERS, HEADS, *_ = hardware.SHAPES["tiny"]
 
 

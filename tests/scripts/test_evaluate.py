@@ -27,7 +27,7 @@ from tests.support.commands import write_prompts, write_rows
 from tests.support.drafters import save_eagle
 from tests.support.targets import save_target
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.gpu]
 FROZEN = "the frozen target"
 LATTICE = {"_target_": "specdec.heads.dflash.BlockDrafter", "dependence": {"kind": "selector", "rank": 4, "top": 8}}
 

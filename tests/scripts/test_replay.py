@@ -22,7 +22,7 @@ from tests.support.drafters import save_eagle
 from tests.support.loops import acceptance
 from tests.support.targets import save_target
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.gpu]
 ANSWERS = [(f"w{n} w3", f"w{n} w{4 * n} w{36 - 4 * n} w8 w4") for n in range(2, 6)]
 
 

@@ -37,7 +37,7 @@ from train.loop.state import RunFolder
 from train.loop.trainer import Trainer
 from train.objective.objective import Objective
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.gpu]
 
 HEADS = list(config_files.list_files("head"))
 DRAFTS_WITH_TARGET = ("consistency",)  # no draft vocabulary, and no unroll that could be replayed

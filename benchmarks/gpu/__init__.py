@@ -1,0 +1,1 @@
+"""The measurements of `make gpu` (benchmarks/gpu_report.py), by subject."""
