@@ -1,7 +1,7 @@
 """What only a CUDA device does (captures, compiled kernels, a profiler, waits as errors), and stand-ins for a dry run.
 
-Code of specdec is the same with both: the machine stands in front of `capture_graph` and inductor, counts their calls,
-and gives inductor the options of the mode that is measured.
+Code of specdec is the same with both: the machine stands in front of captures and inductor, counts their calls, and
+gives inductor the options of the mode that is measured.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import hardware
 from specdec.core import compile, devices, fast
 from specdec.core.clock import RoundClock
+from specdec.core.late_read import LateValues
 from specdec.measuring import served
 
 CHECKER = "compute-sanitizer"
@@ -45,25 +45,26 @@ class Machine:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Within, captures and compiles are counted, and inductor gets the options of `options`."""
-        capture_graph, compile_module = compile.capture_graph, torch._inductor.compile
+        capture_step, compile_module = compile.capture_step, torch._inductor.compile
 
-        def capture(function: Callable, inputs: Any, pool: Any) -> Callable:
+        def capture(function: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
             self.counts["captures"] += 1
-            return self.capture_graph(capture_graph, function, inputs, pool)
+            return self.capture_step(capture_step, function, device, pool)
 
         def build(module: Any, examples: Any, options: dict | None = None) -> Callable:
             self.counts["compiles"] += 1
             return self.compile_module(compile_module, module, examples, {**(options or {}), **(self.options or {})})
 
         with (
-            mock.patch.object(compile, "capture_graph", capture),
-            mock.patch.object(served, "capture_graph", capture),
+            mock.patch.object(compile, "capture_step", capture),
             mock.patch.object(torch._inductor, "compile", build),
         ):
             yield
 
-    def capture_graph(self, original: Callable, function: Callable, inputs: Any, pool: Any) -> Callable:
-        return original(function, inputs, pool)
+    def capture_step(
+        self, original: Callable, function: Callable[[], None], device: torch.device, pool: Any
+    ) -> Callable[[], None]:
+        return original(function, device, pool)
 
     def compile_module(self, original: Callable, module: Any, examples: Any, options: dict) -> Callable:
         return original(module, examples, options=options)
@@ -122,21 +123,28 @@ class Machine:
 
     @contextlib.contextmanager
     def waits(self, mode: str) -> Iterator[None]:
-        """Within, each wait for the device warns, or is an error. `RoundClock.read` may wait: it reads what a round
-        accepted, and `allowed_waits` counts these.
-        """
-        read, self.allowed_waits = RoundClock.read, 0
+        """Within, each wait for the device warns, or is an error, but for those that read what a round accepted.
 
-        def read_accepted(clock: RoundClock, values: Tensor) -> Any:
-            self.allowed_waits += 1
-            self.set_waits("default")
-            try:
-                return read(clock, values)
-            finally:
-                self.set_waits(mode)
+        `allowed_waits` counts these: `RoundClock.read` and `LateValues.read`.
+        """
+        self.allowed_waits = 0
+
+        def allow(read: Callable) -> Callable:
+            def read_accepted(*arguments: Any) -> Any:
+                self.allowed_waits += 1
+                self.set_waits("default")
+                try:
+                    return read(*arguments)
+                finally:
+                    self.set_waits(mode)
+
+            return read_accepted
 
         devices.wait_for_device(self.device)
-        with mock.patch.object(RoundClock, "read", read_accepted):
+        with (
+            mock.patch.object(RoundClock, "read", allow(RoundClock.read)),
+            mock.patch.object(LateValues, "read", allow(LateValues.read)),
+        ):
             self.set_waits(mode)
             try:
                 yield
@@ -183,7 +191,18 @@ class StandIn(Machine):
     stand_in = "a CPU in place of a GPU: nothing is captured or compiled"
     activity = ProfilerActivity.CPU
 
-    def capture_graph(self, original, function, inputs, pool):
+    @contextlib.contextmanager
+    def installed(self):
+        def capture_graph(function: Callable, inputs: Any, pool: Any) -> Callable:
+            self.counts["captures"] += 1
+            return function
+
+        graphs, served_graphs = (mock.patch.object(owner, "capture_graph", capture_graph) for owner in (compile, served))
+        with super().installed(), graphs, served_graphs:
+            yield
+
+    def capture_step(self, original, function, device, pool):
+        function()
         return function
 
     def compile_module(self, original, module, examples, options):
