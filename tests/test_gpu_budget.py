@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from specdec.core import compile, fast, rules, span_attention
+from specdec.core.cached_keys import attend_cached
 from specdec.core.compile import Runner, join_products
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree, make_tree
@@ -247,27 +248,63 @@ def joined():
     return target
 
 
-def test_compiled_passes_of_llama_8b(joined, monkeypatch):
+@pytest.mark.parametrize(
+    "paths, single, several, share, ratio",
+    [(("cache",), 12, 17, 1.13, 1.1), (("cache", "tree"), 12, 12, 1.11, 1.05)],
+    ids=["cache", "tree"],
+)
+def test_compiled_passes_of_llama_8b(joined, monkeypatch, paths, single, several, share, ratio):
     """Modelled: a compiled layer is its products, and a kernel between two of them; K and V that a product reads are
-    gathered by kernels of their own. Plain decoding, a chain of five, and a tree of 63 drafts."""
+    gathered by kernels of their own. Plain decoding, a chain of five, and a tree of 63 drafts.
+
+    single, several: launches of a layer for one node, and for several; share: bytes of 64 nodes by those needed
+    ratio: time of 64 nodes by that of one
+    """
     seconds = {}
-    with fast.force_paths("cache"):
+    with fast.force_paths(*paths):
         monkeypatch.setitem(joined.__dict__, "reads_length", True)
-        for context, nodes, a_layer, share in [
-            (500, 1, 12, 1.05),
-            (3_000, 1, 12, 1.05),
-            (3_000, 6, 17, 1.05),
-            (3_000, 64, 17, 1.13),
+        for context, nodes, a_layer, limit in [
+            (500, 1, single, 1.05),
+            (3_000, 1, single, 1.05),
+            (3_000, 6, several, 1.05),
+            (3_000, 64, several, share),
         ]:
             run = ModelledRunner()
             count_pass(joined, run, context, nodes)  # traces
             count = count_pass(joined, run, context, nodes)
             assert 32 * (a_layer - 2) < count.launches <= 32 * a_layer and not count.waits
-            assert count.moved <= share * needed(joined, context)
+            assert count.moved <= limit * needed(joined, context)
             seconds[context, nodes] = count.seconds
-    assert seconds[3_000, 64] <= 1.1 * seconds[3_000, 1] and seconds[3_000, 1] < 1.15 * needed(joined, 3_000) / (
+    assert seconds[3_000, 64] <= ratio * seconds[3_000, 1] and seconds[3_000, 1] < 1.15 * needed(joined, 3_000) / (
         REACHED_SHARE * H100_BANDWIDTH
     )
+
+
+@pytest.mark.parametrize(
+    ("paths", "nodes", "launches"),
+    [
+        (("cache",), 1, 8),
+        (("cache",), 6, 22),
+        (("cache", "tree"), 1, 2),
+        (("cache", "tree"), 6, 2),
+        (("cache", "tree"), 64, 2),
+    ],
+)
+def test_launches_of_attention(llama, monkeypatch, paths, nodes, launches):
+    """Of one layer that is not compiled, with the copy to the layout of the next product, whatever the capacity is"""
+    monkeypatch.setitem(llama.__dict__, "reads_length", True)
+    moved = []
+    for capacity in (1024, 32_768):
+        with fast.force_paths(*paths), torch.device("meta"), torch.inference_mode():
+            cache = llama.cache(1)
+            cache.make_room(capacity)
+            (cached,) = llama.make_draft_mask(torch.ones(nodes, nodes, dtype=torch.bool), cache)
+            query = torch.empty(1, nodes, 32, 128, dtype=torch.bfloat16).transpose(1, 2)
+            with OperationCount(filled=500 / cache.capacity) as count:
+                attend_cached(query, *cache.visible_keys(0), cached, scale=0.1).transpose(1, 2).contiguous()
+        moved.append(count.moved)
+        assert count.launches == launches and not count.waits
+    assert moved[0] == moved[1] or "tree" not in paths
 
 
 @pytest.mark.parametrize("context", [500, 3_000, 15_000])

@@ -197,7 +197,8 @@ class StandIn(Machine):
             self.counts["captures"] += 1
             return function
 
-        graphs, served_graphs = (mock.patch.object(owner, "capture_graph", capture_graph) for owner in (compile, served))
+        graphs = mock.patch.object(compile, "capture_graph", capture_graph)
+        served_graphs = mock.patch.object(served, "capture_graph", capture_graph)
         with super().installed(), graphs, served_graphs:
             yield
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from transformers.cache_utils import LinearAttentionCacheLayerMixin as StateLayer
 
-from specdec.core import masks, span_attention
+from specdec.core import fast, masks, span_attention
 from specdec.core.cache_memory import CacheMemory, EntryShape, Groups, count_free_bytes, make_groups
 from specdec.core.cached_keys import MAX_PENDING, CachedKeys, attend_cached, find_cached_keys
 from specdec.core.devices import upload_values
@@ -340,8 +340,14 @@ class RowCache(transformers.Cache):
         """`sees`, for entries read to their length. window: positions that a query sees; None: all"""
         ancestors = ancestors.expand(len(self.lengths), -1, -1)
         shape = next(shape for shape in self.shapes if shape is not None)
-        heads = cast(int, self.query_heads), shape.num_heads
-        return find_cached_keys(ancestors, self.lengths, capacity=self.capacity, heads=heads, window=window)
+        return find_cached_keys(
+            ancestors,
+            self.lengths,
+            capacity=self.capacity,
+            heads=(cast(int, self.query_heads), shape.num_heads),
+            window=window,
+            tree=fast.allows("tree", shape.device, shape.dtype),
+        )
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | CachedKeys) -> Tensor:
         """query [B, heads, S, head_dim], mask from `sees` -> [B, heads, S, head_dim]"""

@@ -4,6 +4,8 @@ All nodes of a tree, and all query heads of one key head, see the same committed
 text, and the kernel of varlen.py reads each key once. A text is cut into parts, because few texts leave most of a GPU
 idle (split keys of Flash-Decoding). Pending entries are few; a node sees its ancestors among them. They go through a
 small masked product. One softmax joins all by their sums of exponents.
+
+Where the path `tree` is allowed, the two kernels of tree_attention.py do all of it.
 """
 
 import functools
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from specdec.core import fast
+from specdec.core.tree_attention import attend_tree, find_tree_keys
 
 MAX_PENDING = 256  # entries of the masked product; longer passes, such as prompts, mask all entries
 MIN_PART_KEYS = 256  # of a text's part
@@ -29,6 +32,8 @@ class CachedKeys(NamedTuple):
     entries [B, M]: places of these entries in the cache: pending ones, and those at a window's edge
     table [3, N+1] int32: of N = B * G * parts texts the first query, the first key in the
         flattened cache, the number of keys. In its last column only the first line counts.
+
+    On the path `tree` these are the words [B, 1 or 2, S, W] int64, the firsts and the lengths of `attend_tree`.
     """
 
     seen: Tensor
@@ -37,20 +42,30 @@ class CachedKeys(NamedTuple):
 
 
 def find_cached_keys(
-    ancestors: Tensor, lengths: Tensor, *, capacity: int, heads: tuple[int, int], window: int | None = None
+    ancestors: Tensor,
+    lengths: Tensor,
+    *,
+    capacity: int,
+    heads: tuple[int, int],
+    window: int | None = None,
+    tree: bool = False,
 ) -> CachedKeys:
     """The keys that queries behind the committed entries see.
 
     ancestors [B, S, P] bool: pending entries that each query sees; lengths [B]: committed entries, all of them seen
     capacity: entries of the cache; heads: numbers of query heads and of key heads
     window: positions that a query sees, itself included; None: all. Positions must count entries.
+    tree: whether the path `tree` reads them
     """
+    num_kinds = 1 if window is None else 2
+    if tree:
+        words, firsts, lengths = find_tree_keys(ancestors, lengths, window)
+        return CachedKeys(words[:, None].expand(-1, num_kinds, -1, -1), firsts, lengths)
     num_rows, num, pending = ancestors.shape
     queries, groups = heads
     device = lengths.device
     entries = lengths[:, None] + torch.arange(pending, device=device)  # [B, P]
     seen = ancestors
-    first = torch.zeros_like(lengths)
     reach = capacity
     if window is not None:
         # The deepest query sees the fewest committed keys. Keys that only some queries see join the pending ones.
@@ -63,21 +78,22 @@ def find_cached_keys(
         entries = torch.cat([edge, entries], dim=1)
         seen = torch.cat([inside, seen], dim=2)
         first = first + pending - 1
-    # Cut each text of committed keys into equal parts
+    # Cut each text of committed keys into parts by its own length, so that a large capacity costs nothing
     last = lengths + 1 if pending == 1 else lengths  # a single pending entry is a key like the committed ones
     rows = num_rows * groups
     per_text = queries // groups * num
     num_parts = max(1, min(-(-reach // MIN_PART_KEYS), MIN_TEXTS // (rows * -(-per_text // QUERY_BLOCK))))
-    size = -(-reach // num_parts)
     # A row of the table from each text's number: inductor of torch 2.11 refuses concatenation and padding here
     text_number = torch.arange(rows * num_parts + 1, device=device)  # the last one ends the text before
     row = (text_number // (groups * num_parts)).clamp(max=num_rows - 1)
-    begin = first[row] + text_number % num_parts * size
-    used = (last[row] - begin).clamp(0, size)
-    cut = text_number // num_parts * capacity + begin.clamp(max=capacity)
+    num_keys = last[row] if window is None else last[row] - first[row]
+    size = ((num_keys + (num_parts - 1)) // num_parts).clamp(min=MIN_PART_KEYS)
+    start = torch.minimum(text_number % num_parts * size, num_keys)
+    used = torch.minimum(num_keys - start, size)
+    cut = text_number // num_parts * capacity + (start if window is None else first[row] + start)
     kind = torch.arange(3, device=device)[:, None]
     table = torch.where(kind == 0, text_number * per_text, torch.where(kind == 1, cut, used)).to(torch.int32)
-    return CachedKeys(seen[:, None].expand(-1, 1 if window is None else 2, -1, -1), entries, table)
+    return CachedKeys(seen[:, None].expand(-1, num_kinds, -1, -1), entries, table)
 
 
 def attend_cached(
@@ -90,6 +106,8 @@ def attend_cached(
     num_rows, heads, num, width = query.shape
     groups = key.shape[1]
     seen, entries, table = cached
+    if seen.dtype == torch.int64:
+        return attend_tree(query, key, value, seen[:, 0], entries, table, scale, sinks).transpose(1, 2)
     grouped = query.reshape(num_rows, groups, -1, width)  # [B, G, Q, E]
     num_parts = (table.shape[1] - 1) // (num_rows * groups)
     texts = grouped[:, :, None].expand(-1, -1, num_parts, -1, -1).reshape(num_rows * groups * num_parts, -1, width)

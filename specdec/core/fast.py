@@ -28,6 +28,7 @@ from specdec.core.untrusted import read_json
 PATHS = {
     "varlen": "specdec.core.varlen:check_varlen",  # packed texts in one call
     "cache": "specdec.core.cached_keys:check_cached_keys",  # committed keys read to their length
+    "tree": "specdec.core.tree_attention:check_tree_attention",  # the same in two kernels of triton
     "loss": "train.objective.fused:check",  # LM head and loss without logits of all goals
     "blocks": "specdec.core.compile:check_blocks",  # torch.compile of decoder blocks in training
     "graphs": "specdec.core.compile:check_graphs",  # passes and steps of decoding as CUDA graphs
@@ -69,13 +70,13 @@ def find_device_kind(device: torch.device) -> DeviceKind:
 def allows(path: str, device: torch.device, dtype: torch.dtype | None = None) -> bool:
     """True if a fast path is to be used. The first question on a kind of device proves its paths, in up to a minute.
 
-    dtype: dtype of the operands. The kernel for texts has 16 bits only.
+    dtype: dtype of the operands. The kernels of attention have 16 bits only.
     """
     if path in _turned_off:
         return False
     if path not in _forced:
         if path not in find_device_kind(device).paths or (
-            path in ("varlen", "cache") and dtype not in (torch.bfloat16, torch.float16)
+            path in ("varlen", "cache", "tree") and dtype not in (torch.bfloat16, torch.float16)
         ):
             return False
         if _prove_paths(device)[path]:

@@ -23,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from specdec.core.tree_attention import cut_queries
+
 aten = torch.ops.aten
 H100_PEAK, H100_BANDWIDTH = 989e12, 3.35e12  # FLOP/s in bfloat16 and bytes/s of an H100, by its data sheet
 REACHED_SHARE = 0.8  # share of the bandwidth that kernels reach
@@ -32,7 +34,7 @@ ATTENTION_EFFICIENCY = 0.45  # share of the peak that attention over texts reach
 LAUNCH_SECONDS, PRODUCT_LAUNCH_SECONDS = 2e-6, 3e-6  # shortest time of a kernel, and of a product
 PRODUCT_INDICES = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 # Work of attention over texts, in forward passes
-TEXT_ATTENTION = {"attend_segments": 1.0, "attend_segments_backward": 2.5, "attend_texts": 1.0}
+TEXT_ATTENTION = {"attend_segments": 1.0, "attend_segments_backward": 2.5, "attend_texts": 1.0, "attend_tree": 1.0}
 VIEWS = set(
     "view _unsafe_view t transpose permute expand slice select unsqueeze squeeze alias as_strided split "
     "split_with_sizes unbind detach _reshape_alias diagonal lift_fresh empty empty_like new_empty empty_strided "
@@ -40,7 +42,7 @@ VIEWS = set(
 )
 KERNELS = {"logsumexp": 7, "sort": 6, "topk": 3, "cumsum": 2, "cummax": 2, "index_put_": 2, "index_put": 3,
            "nonzero": 4, "_index_put_impl_": 2, "embedding_dense_backward": 6, "argmax": 2, "max": 2,
-           "attend_segments_backward": 3}  # fmt: skip
+           "attend_segments_backward": 3, "attend_tree": 2}  # fmt: skip
 FILLS = set(
     "zeros ones full zeros_like ones_like full_like new_zeros new_full fill_ zero_ arange rand rand_like".split()
 )
@@ -57,7 +59,7 @@ class OperationCount(TorchDispatchMode):
     moved, live: bytes; live is the most at one time; waits: number of times that the host waits for the device
     seconds, flops: figures of the roofline; texts: tokens of the documents that attention over texts reads
     peak, bandwidth: FLOP/s in bfloat16 and bytes/s of the device
-    filled: share of a cache's entries in use, which `attend_texts` reads
+    filled: share of a cache's entries in use, which `attend_texts` and `attend_tree` read
     """
 
     supports_higher_order_operators = True
@@ -158,10 +160,18 @@ class OperationCount(TorchDispatchMode):
             read, written = read[-1:], read[-1]
         elif name == "logsumexp":
             read = 5 * read
-        elif name == "attend_texts":
+        elif name in ("attend_texts", "attend_tree"):
             read[1:3] = [int(self.filled * size) for size in read[1:3]]
+            if name == "attend_tree":
+                written += self._count_parts(*args[:2])
         self.moved += sum(read) + written
         self._add_seconds(name, sum(read) + written, args)
+
+    def _count_parts(self, query: torch.Tensor, key: torch.Tensor) -> int:
+        """Bytes in float32 that the first kernel of `attend_tree` writes and the second reads: parts of the outputs."""
+        *_, num_parts = cut_queries(query.shape, key.shape[1])
+        used = min(num_parts, 1 + -(-int(self.filled * key.shape[2]) // 64))
+        return 2 * 4 * query.numel() * used
 
     def _add_seconds(self, name: str, moved: float, args: Sequence) -> None:
         flops, seconds, minimum = 0.0, moved / self.bandwidth, LAUNCH_SECONDS * KERNELS.get(name, 1)
@@ -175,6 +185,11 @@ class OperationCount(TorchDispatchMode):
             rows = args[0].shape[0] * -(-args[0].shape[1] // 128) * 128
             keys = self.filled * args[1].shape[0] / args[0].shape[0]
             flops = 4.0 * rows * keys * args[0].shape[2]
+            seconds = max(seconds, flops / (ATTENTION_EFFICIENCY * self.peak))
+        elif name == "attend_tree":
+            rows, groups, capacity, width = args[1].shape
+            size, tiles, _ = cut_queries(args[0].shape, groups)
+            flops = 4.0 * rows * groups * tiles * size * self.filled * capacity * width
             seconds = max(seconds, flops / (ATTENTION_EFFICIENCY * self.peak))
         elif name in TEXT_ATTENTION:
             query = args[TEXT_ATTENTION[name] > 1]

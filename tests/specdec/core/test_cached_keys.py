@@ -1,5 +1,7 @@
 """Committed keys read to their length, against a mask over all entries: the operator, whole targets, decoders."""
 
+import functools
+
 import pytest
 import torch
 
@@ -15,10 +17,14 @@ from tests.support.decoding import random_trees
 from tests.support.drafters import make_drafter
 from tests.support.families import FAMILIES
 from tests.support.targets import make_target
+from tests.support.tree_cases import attend_masked, make_mask
 from tests.target_table import make_family_target
 
 # Families whose attention takes a mask apart, caps its scores, or has other numbers of heads than configured
 CANNOT = {"nemotron", "stablelm", "gemma2", "vaultgemma", "doge", "falcon", "jetmoe"}
+
+
+PATHS = pytest.mark.parametrize("paths", [("cache",), ("cache", "tree")], ids=["cache", "tree"])
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -34,24 +40,30 @@ def test_joined_parts_against_a_mask(seed, window, monkeypatch):
     tree = make_chain(tree.tokens, None) if seed % 2 == 0 else tree
     ancestors = tree.ancestors()
     queries = int(torch.randint(1, num + 1, ())) if window is None else num  # the last level only
-    seen = masks.pending_mask(ancestors, lengths, capacity)[:, :, -queries:]
-    if window is not None:
-        positions = torch.arange(capacity).repeat(rows, 1)
-        query_positions = lengths[:, None] + ancestors.sum(-1) - 1
-        positions.scatter_(1, lengths[:, None] + torch.arange(num), query_positions)
-        seen = seen & (positions[:, None, None] > query_positions[:, None, :, None] - window)
+    mask = make_mask(ancestors, lengths, capacity, window)[:, :, -queries:]
     query = torch.randn(rows, heads, queries, 8, dtype=torch.float64)
     key, value = torch.randn(2, rows, groups, capacity, 8, dtype=torch.float64)
-    cached = find_cached_keys(ancestors[:, -queries:], lengths, capacity=capacity, heads=(heads, groups), window=window)
+    find = functools.partial(
+        find_cached_keys, ancestors[:, -queries:], lengths, capacity=capacity, heads=(heads, groups), window=window
+    )
+    cached = find()
     assert cached.table[2, :-1].sum() <= groups * (lengths.sum() + rows)  # keys that are read
-    scores = 8**-0.5 * query @ key.repeat_interleave(heads // groups, 1).mT
-    scores = scores.masked_fill(~seen, -torch.inf)
     for sinks in (None, torch.randn(heads, dtype=torch.float64)):
-        column = torch.full((heads,), -torch.inf) if sinks is None else sinks
-        column = column.view(1, -1, 1, 1).expand(rows, -1, queries, 1)
-        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-        out = attend_cached(query, key, value, cached, scale=8**-0.5, sinks=sinks)
-        torch.testing.assert_close(out, weights @ value.repeat_interleave(heads // groups, 1), atol=1e-10, rtol=0)
+        reference = attend_masked(query, key, value, mask, sinks)
+        for seen in (cached, find(tree=True)):
+            out = attend_cached(query, key, value, seen, scale=8**-0.5, sinks=sinks)
+            torch.testing.assert_close(out, reference, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 4000])
+def test_parts_follow_from_the_length(window):
+    """A large capacity leaves the parts of a short text, and a long text has as many as it may."""
+    lengths = torch.tensor([500, 30_000])
+    ancestors = torch.ones(2, 4, 4, dtype=torch.bool).tril()
+    cached = find_cached_keys(ancestors, lengths, capacity=40_960, heads=(8, 2), window=window)
+    short, long = cached.table[2, :-1].view(2, 2, -1).sort(-1, descending=True).values[:, 0].tolist()
+    assert short[:3] == [256, 244 if window is None else 241, 0]
+    assert sum(long) == (30_000 if window is None else 3_996) and max(long) == max(256, -(-sum(long) // len(long)))
 
 
 def test_the_proof_of_the_path_runs_here():
@@ -59,13 +71,14 @@ def test_the_proof_of_the_path_runs_here():
 
 
 @pytest.mark.parametrize("num, window, sinks", [(2, None, False), (5, None, True), (3, 40, True)])
-def test_inductor_takes_it(num, window, sinks, monkeypatch):
+@pytest.mark.parametrize("tree", [False, True])
+def test_inductor_takes_it(num, window, sinks, tree, monkeypatch):
     """torch 2.11 to 2.13 refuse loops that read a view of a part of a concatenation."""
     refusals = schedule_as_on_a_gpu(monkeypatch)
     ancestors, lengths = torch.ones(1, num, num, dtype=torch.bool).tril(), torch.tensor([300])
 
     def attend(query, key, value, ancestors, lengths, column):
-        cached = find_cached_keys(ancestors, lengths, capacity=512, heads=(32, 8), window=window)
+        cached = find_cached_keys(ancestors, lengths, capacity=512, heads=(32, 8), window=window, tree=tree)
         return attend_cached(query, key, value, cached, scale=0.25, sinks=column if sinks else None)
 
     key, value = torch.randn(2, 1, 8, 512, 16)
@@ -97,13 +110,14 @@ def list_addresses(caches) -> list[list[int]]:
 
 
 @pytest.mark.full
+@PATHS
 @pytest.mark.filterwarnings("ignore:The fast path cache is left out")
 @pytest.mark.parametrize("family", [family for family in FAMILIES if not family.refused], ids=str)
-def test_passes_of_families_against_a_mask(family):
+def test_passes_of_families_against_a_mask(family, paths):
     """A tree in each of two rows, whose texts differ in length. A family that cannot reads its cache under a mask."""
     target, outputs = make_family_target(family), []
     target.__dict__.pop("reads_length", None)
-    with fast.force_paths("cache"):
+    with fast.force_paths(*paths):
         lean = target.reads_length
     if not lean:
         target.__dict__.pop("reads_length", None)
@@ -118,7 +132,7 @@ def test_passes_of_families_against_a_mask(family):
         assert (rows.query_heads is None) != reads
         rows.reserve(9)
         mask = masks.pending_mask(masks.causal_mask(9, target.device), rows.lengths, rows.visible)
-        with torch.no_grad():
+        with torch.no_grad(), fast.force_paths(*paths):
             target.read(text, (), positions=rows.slots, mask=mask, cache=rows)
             rows.commit(torch.tensor([9, 5]), [9, 5])
             verify = Verifier(target, sampling=Sampling(), rule="token", runner=Runner(), hidden_states=(1,))
@@ -133,9 +147,10 @@ def test_passes_of_families_against_a_mask(family):
     "head, shape", [(None, CHAIN), ("eagle", TREE), ("eagle3", CHAIN), ("mtp", CHAIN), ("peagle", CHAIN)]
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_decoding_gives_the_same_answers(head, shape, temperature):
+@PATHS
+def test_decoding_gives_the_same_answers(head, shape, temperature, paths):
     target = make_target(6, num_layers=3)
-    with fast.force_paths("cache"):
+    with fast.force_paths(*paths):
         drafter = head and make_drafter(target, head, True)
         lean = decoder_of(target, drafter, shape, compiled=False, temperature=temperature)
         answers = [
