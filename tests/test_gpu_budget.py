@@ -20,6 +20,7 @@ from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
 from specdec.heads.eagle import Eagle3
 from specdec.proposers.heads import HeadProposer
+from specdec.target import fused_attention
 from specdec.target.verifier import Verifier
 from specdec.text.conversations import Row
 from tests.support.decoding import chain_of
@@ -340,3 +341,15 @@ def test_a_round_that_reads_to_the_length_waits_once_too(lean, temperature):
     """Before it is compiled: the head's cache as well, in memory that was allocated once (768 entries)"""
     count = count_round(lean, temperature)
     Budget(launches=2820, moved=19.4, live=0.0189, waits=1).check(count)
+
+
+def test_an_eager_pass_with_keys_written_by_one_kernel():
+    """Of Qwen3-8B behind 500 tokens, counted; a layer had 68 for one node and 83 for 64."""
+    target = meta_target(QWEN3_8B)
+    join_products(target.model)
+    target.__dict__["reads_length"] = True
+    fused_attention.fuse_attention(target.layers, lambda: None, max_error=1.0)
+    with fast.force_paths("cache"):
+        for nodes, launches in ((1, 1320), (64, 1825)):
+            count = count_pass(target, Runner(), 500, nodes)
+            assert 0.9 * launches < count.launches <= launches and not count.waits

@@ -33,6 +33,8 @@ LINEAR = {torch.ops.aten.mm.default: (None, 0, 1), torch.ops.aten.addmm.default:
 # sizes are not needed: Runner compares shapes and strides itself, and packed weights have none.
 CPU_OPTIONS = {"cpp.threads": 1, "cpp_wrapper": True, "size_asserts": False}
 
+ALIGNMENT = 16  # bytes: inductor's loads need such addresses
+
 MAX_GRAPHS = 32  # CUDA graphs of a runner, each of which holds its inputs and outputs
 
 torch.library.define("specdec::packed_linear", "(Tensor input, Tensor weight) -> Tensor")
@@ -105,9 +107,26 @@ def is_joined(weights: Sequence[Tensor]) -> bool:
     )
 
 
+def join_weights(weights: Sequence[Tensor]) -> Tensor:
+    """Adjacent weights [E_i, D] as one of [sum of E_i, D], a view"""
+    width = weights[0].shape[1]
+    return weights[0].as_strided((sum(map(len, weights)), width), (width, 1))
+
+
 def _memory_location(tensor: Tensor) -> tuple[int, int]:
     """A tensor's storage and its place there, also without values"""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
+def _make_example(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """A tensor without values in place of an argument of a compiled function.
+
+    It is no part of a larger memory, as K and V are: inductor would copy all of it for operators that write a part.
+    """
+    if tensor.storage_offset() * tensor.element_size() % ALIGNMENT:
+        return fake.from_tensor(tensor, static_shapes=True)  # inductor takes others for aligned
+    with fake:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 Product = tuple[fx.Node, int, fx.Node | None]  # a linear layer's node, its weight's index in `captured`, its bias
@@ -146,7 +165,7 @@ class Graph:
         Inductor stores its results on disk if they are fake, static and not in oneDNN's layout.
         """
         fake = FakeTensorMode(shape_env=ShapeEnv())
-        examples: list = [fake.from_tensor(tensor, static_shapes=True) for tensor in (*inputs, *self.captured)]
+        examples = [_make_example(fake, tensor) for tensor in (*inputs, *self.captured)]
         captured = examples[len(inputs) :]
         with fake:
             for indices in self.weight_indices:
@@ -161,8 +180,7 @@ class Graph:
             weights = [captured[place] for place in indices]
             key = tuple(map(_memory_location, weights))
             if is_joined(weights):
-                size = sum(map(len, weights)), weights[0].shape[1]
-                constants.append(weights[0].as_strided(size, (size[1], 1)))
+                constants.append(join_weights(weights))
                 continue
             if key not in packed:
                 packed[key] = pack_weights(weights) if is_packable(weights[0]) else torch.cat(weights)
@@ -377,7 +395,9 @@ class Runner:
         keys = [names.get(_memory_location(tensor)) for tensor in graph.captured]
         functions = []
         for module_tensors in tensors:  # tensors of no module are shared by all
-            captured = [module_tensors[key] if key else shared for key, shared in zip(keys, graph.captured)]
+            captured = [
+                _view_like(module_tensors[key], tensor) if key else tensor for key, tensor in zip(keys, graph.captured)
+            ]
             functions.append(graph.bind(captured, self.packed))
         return functions
 
@@ -394,6 +414,11 @@ class Runner:
 def locate_memory(tensors: Iterable[Tensor]) -> tuple:
     """Addresses and shapes of lasting memory, for the keys of graphs"""
     return tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
+
+
+def _view_like(tensor: Tensor, example: Tensor) -> Tensor:
+    """The tensor, or from its first value on what `example` is of another one: joined weights."""
+    return tensor if tensor.shape == example.shape else tensor.as_strided(example.shape, example.stride())
 
 
 def _list_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ PATHS = {
     "varlen": "specdec.core.varlen:check_varlen",  # packed texts in one call
     "cache": "specdec.core.cached_keys:check_cached_keys",  # committed keys read to their length
     "tree": "specdec.core.tree_attention:check_tree_attention",  # the same in two kernels of triton
+    "write": "specdec.core.write_keys:check_write_keys",  # norm, rotary embedding and cache in one kernel
     "loss": "train.objective.fused:check",  # LM head and loss without logits of all goals
     "blocks": "specdec.core.compile:check_blocks",  # torch.compile of decoder blocks in training
     "graphs": "specdec.core.compile:check_graphs",  # passes and steps of decoding as CUDA graphs

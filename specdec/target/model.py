@@ -23,7 +23,7 @@ from specdec.core.compile import join_products, run_block
 from specdec.core.devices import name_cause
 from specdec.core.shards import Shards
 from specdec.core.varlen import Segments
-from specdec.target import attention, loading, sharding
+from specdec.target import attention, fused_attention, loading, sharding
 from specdec.target import structure as target_structure
 from specdec.target.fingerprint import UNREAD, Fingerprint, WeightSource, fingerprint_embeddings
 from specdec.target.loading import DTYPES as DTYPES
@@ -39,7 +39,7 @@ from specdec.target.loading import load_tokenizer as load_tokenizer
 from specdec.target.sharding import Share
 from specdec.target.structure import LogitShape, check_supported
 
-MAX_DIFFERENCE = 0.05  # upper bound of the relative difference of states in 16 bits between two attention paths
+MAX_DIFFERENCE = 0.05  # upper bound of the relative difference of results in 16 bits between two attention paths
 
 
 def _run_layer(forward: Callable, layer: nn.Module, *args, **kwargs):
@@ -97,7 +97,8 @@ class Target:
         self.quantisation = quantisation or name_quantisation(
             model.config
         )  # method, such as bitsandbytes-4bit; None: not quantised
-        self.shards, self._compiles = shards, False
+        self.shards = shards
+        self._compiles = self._fuses = False
         self.whole = shards is None or not any(parameter.is_meta for parameter in model.parameters())
         self.shape_logits = LogitShape.from_config(config)
         self.layers = target_structure.find_layers(self.decoder, config.num_hidden_layers, name)
@@ -269,6 +270,8 @@ class Target:
         """An empty cache for `batch` rows. masked: whether all passes read it under a mask"""
         states = LayerStates(target_structure.make_state_layers(self.config)) if self.recurrent else None
         heads = None if masked or not self.reads_length else self.config.num_attention_heads
+        if heads is not None:
+            self._fuse_attention()
         return RowCache(self._shapes, batch=batch, device=self.device, states=states, query_heads=heads)
 
     def make_draft_mask(self, ancestors: Tensor, cache: RowCache) -> "Tensor | tuple[CachedKeys, ...]":
@@ -374,6 +377,24 @@ class Target:
             "cache", "a cache to its length", lambda lean: self._try_tree(heads if lean else None)
         )
 
+    def _fuse_attention(self) -> None:
+        """Lets passes over drafts use one kernel between products and attention, if a tree gives the same results."""
+        if self._fuses or not self._may_try("write"):
+            return
+        self._fuses = True
+        max_error = MAX_DIFFERENCE if self._rounds else 1e-5
+        try:
+            fused_attention.fuse_attention(
+                self.layers, lambda: self._try_tree(self.config.num_attention_heads), max_error=max_error
+            )
+        except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as reason:
+            fast.leave_out("write", f"{self.name} cannot write its keys by the kernel ({name_cause(reason)})")
+
+    @property
+    def _rounds(self) -> bool:
+        """Whether it computes in at most 16 bits."""
+        return torch.finfo(self.dtype).bits < 32 or self.quantisation is not None
+
     def _may_try(self, path: str) -> bool:
         """Whether a fast path of attention is worth a trial."""
         unlike = self.recurrent or self.on_several_devices or self.layer_kinds.chunk
@@ -389,7 +410,7 @@ class Target:
         except (TypeError, ValueError, RuntimeError, KeyError) as reason:
             return fast.leave_out(path, f"{self.name} cannot read {task} ({name_cause(reason)})")
         error = float((states - reference).norm() / reference.norm())
-        if not error <= (MAX_DIFFERENCE if torch.finfo(self.dtype).bits < 32 or self.quantisation else 1e-3):
+        if not error <= (MAX_DIFFERENCE if self._rounds else 1e-3):
             return fast.leave_out(path, f"{self.name} reads {task} differently, by {error:.1%}")
         return True
 
@@ -512,7 +533,7 @@ class Target:
         )
         cache_fault = "it does not go on from its cache by several tokens as it reads a text at once"
         # Two ways to compute attention differ in 16 bits, and quantised layers compute with at most as many
-        tolerance = 0.3 if torch.finfo(self.dtype).bits < 32 or self.quantisation else 0.02
+        tolerance = 0.3 if self._rounds else 0.02
         for goal, state, fault in zip(reference.split(2 * num // 3, dim=1), final, (logits_fault, cache_fault)):
             if not (goal - self.logits(state).float()).norm() <= tolerance * goal.norm():
                 raise ValueError(

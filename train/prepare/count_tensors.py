@@ -160,6 +160,9 @@ class OperationCount(TorchDispatchMode):
             read, written = read[-1:], read[-1]
         elif name == "logsumexp":
             read = 5 * read
+        elif name == "write_keys":  # of the cache only the pass's entries are written, as many as products are read
+            cache = sum(count_read_bytes(tensor) for tensor in args[2:4])
+            read, written = [sum(read) - cache], sum(tensor.nbytes for tensor in args[0])
         elif name in ("attend_texts", "attend_tree"):
             read[1:3] = [int(self.filled * size) for size in read[1:3]]
             if name == "attend_tree":

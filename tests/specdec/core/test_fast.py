@@ -50,7 +50,8 @@ def test_proofs_run_once_and_are_kept(gpu):
 
 def test_a_child_that_dies_fails_one_path_and_the_next_goes_on(gpu):
     failure = "differs from the reference by 12.00% (outputs)"
-    started = answers(gpu, '{"varlen": ""}', '{"cache": ""}', '{"tree": ""}', json.dumps({"blocks": failure}), code=-11)
+    proved = (json.dumps({path: ""}) for path in ("varlen", "cache", "tree", "write"))
+    started = answers(gpu, *proved, json.dumps({"blocks": failure}), code=-11)
     with pytest.warns(UserWarning) as warned:
         assert fast.allows("varlen", GPU, torch.float16)
         assert not fast.allows("loss", GPU) and not fast.allows("blocks", GPU)
