@@ -196,6 +196,7 @@ class RowCache(transformers.Cache):
         self.positions: Tensor | None = None  # [B, C] of the entries, after `note_positions`
         self.rows = torch.arange(batch, device=device)[:, None]  # [B, 1]
         self.pending = 0
+        self.opening = False  # whether the next pass reads the beginning of all texts, and so its own entries only
         self.host_lengths = [0] * batch  # lengths on the host, so that no shape waits for the device
         self.slots = torch.zeros(batch, 0, dtype=torch.long, device=device)  # [B, S] places that the next update writes
 
@@ -320,12 +321,12 @@ class RowCache(transformers.Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """Writes [B, heads, S, width] and returns the visible entries [B, heads, visible, width]."""
+        """Writes [B, heads, S, width]. Returns the visible entries [B, heads, visible, width], or an opening's own."""
         keys, values = self.visible_keys(layer_idx)
         rows, slots = (place.to(keys.device, non_blocking=True) for place in (self.rows, self.slots))
         keys[rows, :, slots] = key_states.transpose(1, 2)
         values[rows, :, slots] = value_states.transpose(1, 2)
-        return keys, values
+        return (key_states, value_states) if self.opening else (keys, values)
 
     def sees(self, ancestors: Tensor) -> Tensor | CachedKeys:
         """The entries that queries behind the committed ones see: a mask [B, 1, S, visible], or `CachedKeys`.

@@ -86,7 +86,8 @@ JOINED_LAYERS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # laye
 def join_products(model: nn.Module) -> None:
     """Makes weights of layers that read one tensor adjacent in memory, so that they need one product without a copy.
 
-    Must come before anything keeps their addresses, and only where nothing shares or converts them.
+    Must come before anything keeps their addresses, and only where nothing shares or converts them. Values, names and
+    saved files stay the same. A copy or a converted module is no longer joined.
     """
     for module in model.modules():
         for names in JOINED_LAYERS:
@@ -442,20 +443,26 @@ def _compile_block(function: Callable) -> Callable:
 def run_block(function: Callable, module: nn.Module, *inputs, **options):
     """function(module, *inputs, **options), compiled.
 
-    If torch cannot compile it, a warning says so, and it runs as it is.
+    If torch cannot compile it, a warning says so, and it runs as it is. Any error of the first call may be the
+    compiler's, if the function runs uncompiled. Of later calls, only errors of Dynamo and inductor are.
     """
-    if function not in _not_compiled:
-        try:
-            return _compile_block(function)(module, *inputs, **options)
-        except Exception as error:
-            if not isinstance(error, TorchDynamoException | InductorError):
-                raise
-            _not_compiled.add(function)
-            cause = getattr(error, "inner_exception", error)  # the error of a backend
-            fast.leave_out("blocks", f"{function.__qualname__} could not be compiled ({name_cause(cause)})")
-    return function(module, *inputs, **options)
+    if function in _not_compiled:
+        return function(module, *inputs, **options)
+    try:
+        result = _compile_block(function)(module, *inputs, **options)
+        _called_compiled.add(function)
+        return result
+    except Exception as error:
+        if function in _called_compiled and not isinstance(error, TorchDynamoException | InductorError):
+            raise
+        cause = getattr(error, "inner_exception", error)  # the error of a backend
+    result = function(module, *inputs, **options)
+    _not_compiled.add(function)
+    fast.leave_out("blocks", f"{function.__qualname__} could not be compiled ({name_cause(cause)})")
+    return result
 
 
+_called_compiled: set[Callable] = set()
 _not_compiled: set[Callable] = set()
 
 

@@ -3,6 +3,8 @@
 A device uses a fast path if the table below allows it and a small case agreed with the reference on this device. The
 case runs once on each kind of device, in its own process, because a fault of a GPU would end this one. A path that
 differs or fails is left out with one sentence, and the reference runs. A CPU uses none: its reference is as fast.
+
+Proofs are kept on disk, each with a digest of the code that it proves. Failures are not: the next process tries again.
 """
 
 import contextlib
@@ -12,15 +14,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import filelock
 import torch
 
-import specdec
 from specdec.core.devices import name_cause
+from specdec.core.digests import digest_sources
 from specdec.core.files import find_cache_folder, write_text
 from specdec.core.untrusted import read_json
 
@@ -33,6 +37,7 @@ PATHS = {
     "loss": "train.objective.fused:check",  # LM head and loss without logits of all goals
     "blocks": "specdec.core.compile:check_blocks",  # torch.compile of decoder blocks in training
     "graphs": "specdec.core.compile:check_graphs",  # passes and steps of decoding as CUDA graphs
+    "nucleus": "specdec.core.nucleus:check_nucleus",  # top-p without a sort of all tokens
 }
 PROOF_SECONDS = 300  # limit for the proof of one path: compiling takes up to a minute
 
@@ -128,37 +133,60 @@ def force_paths(*paths: str) -> Iterator[None]:
 
 
 def _prove_paths(device: torch.device) -> dict[str, str]:
-    """{path: why it failed, or ""}, from a file of this machine, else from one child process for all processes"""
+    """{path: why it failed, or ""}, from proofs of this machine, else from one child process for all processes"""
     if device not in _proved:
         machine = {
             "device": torch.cuda.get_device_name(device),
             "torch": torch.__version__,
             "driver": str(torch.version.cuda or torch.version.hip),
-            "specdec": specdec.__version__,
         }
         file = find_cache_folder() / "fast" / f"{hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16]}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
+        start_time = time.time()
         with filelock.FileLock(file.with_suffix(".lock")):
-            results = read_json(file) if file.is_file() else {}
-            if not set(PATHS) <= set(results):
-                results = machine | _run_checks(device)
-                write_text(file, json.dumps(results, indent=1))
-        _proved[device] = {path: results[path] for path in PATHS}
+            _proved[device] = _complete_proofs(file, machine, device, start_time)
         for path, why in _proved[device].items():
             if why:
                 leave_out(path, f"on {machine['device']} {why}")
     return _proved[device]
 
 
-def _run_checks(device: torch.device) -> dict[str, str]:
+def _complete_proofs(file: Path, machine: dict[str, str], device: torch.device, start_time: float) -> dict[str, str]:
+    """{path: why it failed, or ""}. Proves the paths whose code has no proof in `file`, and writes the new proofs.
+
+    start_time: time since when this process waits. Failures of another process since then count for this one, too.
+    """
+    proof_of_path = {path: f"{path} {digest_sources(check.partition(':')[0])}" for path, check in PATHS.items()}
+    proofs, results = _read_proofs(file, start_time)
+    results |= {path: "" for path, proof in proof_of_path.items() if proof in proofs}
+    missing = [path for path in PATHS if path not in results]
+    if missing:
+        results |= _run_checks(device, missing)
+        proofs += [proof_of_path[path] for path in missing if not results[path]]
+        failures = {path: why for path, why in results.items() if why}
+        document = {"machine": machine, "proofs": proofs, "failures": failures, "time": time.time()}
+        write_text(file, json.dumps(document, indent=1))
+    return results
+
+
+def _read_proofs(file: Path, start_time: float) -> tuple[list[str], dict[str, str]]:
+    """Earlier proofs, each a path and a digest, and failures since `start_time`; none if the file is damaged"""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        document = read_json(file)
+        failures = document["failures"] if document["time"] >= start_time else {}
+        return list(document["proofs"]), {path: str(failures[path]) for path in PATHS if path in failures}
+    return [], {}
+
+
+def _run_checks(device: torch.device, paths: Sequence[str]) -> dict[str, str]:
     """The proof of each path in a child process. If one dies, another goes on with the paths behind it."""
     results: dict[str, str] = {}
-    while missing := [path for path in PATHS if path not in results]:
+    while missing := [path for path in paths if path not in results]:
         command = [sys.executable, "-m", "specdec.core.fast", str(device), *missing]
         try:
-            paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            folders = {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
             process = subprocess.run(
-                command, capture_output=True, text=True, timeout=PROOF_SECONDS, check=False, env=os.environ | paths
+                command, capture_output=True, text=True, timeout=PROOF_SECONDS, check=False, env=os.environ | folders
             )
             lines = process.stdout.splitlines()
             end = f"ended its process with {process.returncode}"

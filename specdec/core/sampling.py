@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.core.devices import upload_tensor, upload_values
+from specdec.core.nucleus import keep_nucleus
 from specdec.core.tree import Tree
 
 # By increasing cost: the likeliest token, a softmax, a softmax with filters or a penalty
@@ -147,43 +148,6 @@ AnySampling = Sampling | RowSampling
 def join_samplings(rows: Sequence[Sampling]) -> AnySampling:
     """The settings of all rows, as one if they are equal"""
     return rows[0] if len(set(rows)) == 1 else RowSampling(tuple(rows))
-
-
-def keep_nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Top-p: logits [M, V] in float32 or float64 -> the same, with -inf for dropped tokens.
-
-    A sort of all tokens costs 4 to 10 ms a row on a CPU. There, only tokens above (1 - top_p) / V are sorted. All
-    others together have at most 1 - top_p, so they are dropped. On a GPU a sort is cheap, and counting tokens makes the
-    host wait.
-    """
-    if logits.device.type != "cpu":
-        return keep_nucleus_by_sort(logits, top_p)
-    probs = logits.softmax(-1)
-    above = probs > 0.999 * (1 - top_p) / logits.shape[1]  # all rows at once, as these operations start threads
-    nums = above.sum(-1).tolist()
-    totals = probs.sum(-1, dtype=torch.float64).tolist()
-    indices = above.flatten().nonzero()[:, 0]  # of the flattened logits
-    kept_indices = []
-    kept_logits = []
-    for row, distribution, row_indices, total in zip(
-        logits.take(indices).split(nums), probs.take(indices).split(nums), indices.split(nums), totals
-    ):
-        ascending, order = row.sort(stable=True)
-        tail = max(0.0, total - float(distribution.sum(dtype=torch.float64)))
-        # Sums in float64 and then rounded, like a CPU's cumsum of the sorted tokens
-        reached = (tail + distribution[order].cumsum(0, dtype=torch.float64)).to(distribution.dtype)
-        num_dropped = int((reached[:-1] <= 1 - top_p).sum())
-        kept_indices.append(row_indices[order[num_dropped:]])
-        kept_logits.append(ascending[num_dropped:])
-    return torch.full_like(logits, -torch.inf).put_(torch.cat(kept_indices), torch.cat(kept_logits))
-
-
-def keep_nucleus_by_sort(logits: Tensor, top_p: float) -> Tensor:
-    """`keep_nucleus` by a sort of all tokens"""
-    ascending, order = logits.sort(dim=-1, stable=True)
-    dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p  # [M, V]
-    dropped[..., -1] = False
-    return logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
 
 
 def pick_tokens(distribution: Tensor, uniform: Tensor) -> Tensor:

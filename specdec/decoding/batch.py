@@ -189,9 +189,13 @@ class Prefill:
         counts = [min(max(0, count - start), length) for count in self.counts]
         self.cache.reserve(length, counts)
         positions = torch.arange(start, end, device=device).expand(len(counts), -1)
-        mask = masks.pending_mask(masks.causal_mask(length, device), self.cache.lengths, self.cache.visible)
+        self.cache.opening = start == 0 and self.target.reads_openings
+        mask = None
+        if not self.cache.opening:
+            mask = masks.pending_mask(masks.causal_mask(length, device), self.cache.lengths, self.cache.visible)
         piece = self.tokens[:, start:end]
         self.outputs.append(self.target.read(piece, self.layers, positions=positions, mask=mask, cache=self.cache))
+        self.cache.opening = False
         self.cache.commit((self.num - start).clamp(0, length), counts)
         self.num_read = end
 

@@ -1,7 +1,8 @@
 """The run mode of passes: whether they are compiled, and whether they start as CUDA graphs.
 
 Where the user has not chosen it, a GPU measures it at the first use. The result is kept on disk beside the measured
-costs (proposers/costs.py). On a CPU nothing is compiled unless the user asks for it.
+costs (proposers/costs.py) if no mode has failed, else in this process only. On a CPU nothing is compiled unless the
+user asks for it.
 """
 
 import warnings
@@ -36,9 +37,8 @@ def choose_run_mode(runner: Runner, target: Target) -> None:
     requested, runner.undecided = runner.requested, False
     if not _can_measure(target.device) or target.share.size > 1:
         return
-    modes = _list_modes(requested, target.device)
-    plain = Verifier(target, sampling=Sampling(), rule="token", runner=Runner())
-    conditions = costs.describe_conditions(plain, Sampling()) | {"ways": modes}
+    modes = _list_modes(requested, target)
+    conditions = costs.describe_conditions(_make_verifier(target, (False, False)), Sampling()) | {"ways": modes}
     file = costs.find_costs_file(conditions).with_suffix(".way.json")
     if str(file) not in _modes_by_file:
         with lock_cached(file):
@@ -59,10 +59,10 @@ def pick_fastest_mode(seconds: dict[RunMode, float | None]) -> RunMode:
     return best
 
 
-def _list_modes(requested: tuple[bool | None, bool | None], device: torch.device) -> list[RunMode]:
-    """Modes that agree with the requested settings, None for a free one, and that this device has."""
+def _list_modes(requested: tuple[bool | None, bool | None], target: Target) -> list[RunMode]:
+    """Modes that agree with the requested settings, None for a free one, and that this device and target have."""
     modes = [mode for mode in RUN_MODES if all(wish in (None, setting) for wish, setting in zip(requested, mode))]
-    if not fast.allows("graphs", device):
+    if not (fast.allows("graphs", target.device) and _make_verifier(target, (False, True)).capturable):
         return [mode for mode in modes if not mode[1]] or modes
     return modes
 
@@ -77,9 +77,11 @@ def _read_mode(file: Path) -> RunMode | None:
 
 
 def _measure_modes(target: Target, modes: list[RunMode], file: Path) -> RunMode:
-    """Times a pass in each mode, writes the seconds to `file`, and returns the fastest mode."""
+    """Times a pass in each mode, and returns the fastest one. Writes the seconds to `file` unless a mode has failed."""
     seconds = {mode: _time_mode(target, mode) for mode in modes}
     mode = pick_fastest_mode(seconds)
+    if None in seconds.values():  # such as by full memory: the next process tries again
+        return mode
     seconds_by_name = {_name_mode(mode): time for mode, time in seconds.items()}
     document = {"compile": mode[0], "cuda_graphs": mode[1], "seconds": seconds_by_name}
     cache_document(file, document, "Which way of passes is fastest")
@@ -96,10 +98,7 @@ def _can_measure(device: torch.device) -> bool:
 
 def _time_mode(target: Target, mode: RunMode) -> float | None:
     """Seconds of a pass in this mode; None, with a warning, if it cannot run"""
-    runner = Runner(mode[0], cuda_graphs=mode[1])
-    verifier = Verifier(target, sampling=Sampling(), rule="token", runner=runner)
-    if mode[1] and not verifier.capturable:
-        return None
+    verifier = _make_verifier(target, mode)
     try:
         timer = costs.PassTimer(verifier, Sampling(), 1, linear=True)
         for _ in range(2):  # warm-up: compiling, capturing
@@ -111,4 +110,9 @@ def _time_mode(target: Target, mode: RunMode) -> float | None:
             stacklevel=2,
         )
         return None
-    return float(numpy.quantile(times, 0.25)) if runner.cuda_graphs == mode[1] else None
+    return float(numpy.quantile(times, 0.25)) if verifier.runner.cuda_graphs == mode[1] else None
+
+
+def _make_verifier(target: Target, mode: RunMode) -> Verifier:
+    runner = Runner(mode[0], cuda_graphs=mode[1])
+    return Verifier(target, sampling=Sampling(), rule="token", runner=runner)

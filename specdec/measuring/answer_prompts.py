@@ -34,7 +34,8 @@ ADVICE = "Use the same settings to continue, or choose another out=FILE."
 class AnswerDecodeOptions(Options):
     temperature: Text
     top_p: PositiveShare
-    compile: bool
+    compile: bool | None
+    cuda_graphs: bool | None
 
 
 class AnswerOptions(Options):
@@ -87,7 +88,7 @@ def open_writer(
     """Opens the servers, or this project's decoder, with the target's fingerprint, or None where it is not known."""
     if options.engine is None:
         target = loading.load_target(options.target).target
-        runner = Runner(options.decode.compile)
+        runner = Runner(options.decode.compile, cuda_graphs=options.decode.cuda_graphs)
         yield OwnDecoder(target, tokenizer, settings, options.batch, runner), target.identity
         return
     with contextlib.closing(EngineClient(options.engine, in_flight=options.in_flight, say=console.print)) as client:

@@ -86,6 +86,7 @@ class HeldoutAnswers:
     """The target's plain answers to held-out prompts, stored in a file of `folder` that runs share.
 
     engine: server that writes them; None: the target in this process
+    runner: compiler of the target's passes; as it is made here, a GPU measures the fastest mode, a CPU compiles nothing
     """
 
     target: Target
@@ -95,6 +96,7 @@ class HeldoutAnswers:
     seed: int
     folder: Path
     engine: EngineTarget | None = None
+    runner: Runner = field(default_factory=lambda: Runner(None, cuda_graphs=None))
 
     def get(self, prompts: list[Prompt], group: Group) -> tuple[list[list[int]], float]:
         """The answers, stored or written now, and the longest seconds that HELDOUT_ROWS of them took to write.
@@ -115,6 +117,7 @@ class HeldoutAnswers:
         stored = group.share(_read_stored(path, key, len(prompts)) if group.main else None)
         if stored is not None:
             return stored
+        decoder = self._make_decoder()  # measures the mode of passes before the answers' seconds
         written = []
         starts = group.mine(range(0, len(prompts), HELDOUT_ROWS))
         for start in progress.track_items(
@@ -125,7 +128,7 @@ class HeldoutAnswers:
         ):
             start_time = time.perf_counter()
             tokens = [prompt.tokens for prompt in prompts[start : start + HELDOUT_ROWS]]
-            written.append((start, self._write(start, tokens), time.perf_counter() - start_time))
+            written.append((start, self._write(decoder, start, tokens), time.perf_counter() - start_time))
         groups = sorted(group.gather(written))
         answers = [answer for _, answers_of_group, _ in groups for answer in answers_of_group]
         seconds = max(seconds_of_group for *_, seconds_of_group in groups)
@@ -134,14 +137,20 @@ class HeldoutAnswers:
             files.cache_document(path, document, "The target's answers to held-out prompts")
         return answers, seconds
 
-    def _write(self, start: int, prompts: list[list[int]]) -> list[list[int]]:
-        """The answers to one group of prompts. start: number of the first prompt"""
-        seed = self.seed + start
+    def _make_decoder(self) -> Decoder | None:
+        """A plain decoder; None with an engine"""
         if self.engine is not None:
+            return None
+        return Decoder(self.target, None, sampling=self.sampling, stop=self.stop, runner=self.runner)
+
+    def _write(self, decoder: Decoder | None, start: int, prompts: list[list[int]]) -> list[list[int]]:
+        """The answers to one group of prompts. decoder: None with an engine; start: number of the first prompt"""
+        seed = self.seed + start
+        if decoder is None:
+            assert self.engine is not None
             return self.engine.answer(
                 prompts, sampling=self.sampling, max_new_tokens=self.max_new_tokens, stop=self.stop, seed=seed
             )
-        decoder = Decoder(self.target, None, sampling=self.sampling, stop=self.stop)
         return decoder.generate(prompts, self.max_new_tokens, generator=seeded_generator(self.target, seed)).tokens
 
 

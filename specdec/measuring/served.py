@@ -2,11 +2,12 @@
 
 Decoding on a GPU here includes the time in which Python starts kernels, more of it in plain decoding than in an engine.
 So the report has, beside the measured speedup, tau * plain / (verify + steps * step), of three captured times that are
-measured once. Sampling, scheduling and the end of a round are left out (docs/gpu.md).
+measured once, in the run mode on which decoding settled. Sampling, scheduling and the end of a round are left out
+(docs/gpu.md).
 """
 
+import functools
 import statistics
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,8 +16,11 @@ import torch
 from torch import Tensor
 
 from specdec.core import fast
+from specdec.core.cache import RowCache
 from specdec.core.compile import GraphPool, Runner, capture_graph
 from specdec.core.sampling import Sampling
+from specdec.core.tree import Tree
+from specdec.decoding import fastest
 from specdec.measuring.report import Report
 from specdec.proposers.base import Proposer
 from specdec.proposers.costs import CONTEXT, PassTimer
@@ -24,7 +28,8 @@ from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
 from specdec.target.verifier import Verifier
 
-REPEATS = 20  # timings of a step, of which the median counts; the first ones may be slower
+REPEATS = 20  # replays of one timing
+TIMINGS = 3  # timings of each pass, in turn, of which the median counts
 
 
 @dataclass(frozen=True)
@@ -54,40 +59,75 @@ def measure_captured(target: Target, proposer: Proposer | None) -> CapturedCosts
     """The times of a head's round; None where passes are not captured, and for other proposers."""
     if not isinstance(proposer, HeadProposer) or not fast.allows("graphs", target.device):
         return None
-    runner, layers = Runner(cuda_graphs=True), proposer.target_layers
-    verifier = Verifier(target, sampling=Sampling(), rule="token", runner=runner, hidden_states=layers)
+    compiled = _is_compiling_settled(target, proposer.runner)
+    runner = Runner(cuda_graphs=True)
+    runner.compile = compiled
+    verifier = Verifier(target, sampling=Sampling(), rule="token", runner=runner, hidden_states=proposer.target_layers)
     if not verifier.capturable:
         return None
     shape, parallel = proposer.shape, proposer.drafter.parallel
     nodes, steps = 1 + shape.nodes, 1 if parallel else shape.depth
     try:
         pass_seconds = time_passes(verifier, nodes, linear=shape.chain)
-        step_seconds = time_step(proposer)
+        step_seconds = time_step(proposer, compiled=compiled)
     except RuntimeError as error:
         warnings.warn(f"served_speedup is left out: {str(error).splitlines()[0]}", stacklevel=2)
-        return None
-    if not runner.cuda_graphs:  # the runner has said why
         return None
     return CapturedCosts(pass_seconds[1], pass_seconds[nodes], step_seconds, nodes, steps)
 
 
+def _is_compiling_settled(target: Target, runner: Runner) -> bool:
+    """Whether decoding with a runner of this one's settings compiles the target's passes."""
+    compile, cuda_graphs = runner.requested
+    settled = Runner(compile, cuda_graphs=cuda_graphs)
+    fastest.choose_run_mode(settled, target)
+    return settled.compile
+
+
 @torch.inference_mode()
 def time_passes(verifier: Verifier, nodes: int, *, linear: bool) -> dict[int, float]:
-    """Seconds of captured passes over one node and over `nodes`, measured in turn, by their nodes."""
-    timer = PassTimer(verifier, Sampling(), 1, linear=linear)
-    seconds = timer.measure([1, nodes])
-    return seconds if nodes in seconds else seconds | timer.measure([nodes])
+    """Seconds of captured passes over one node and over `nodes`, measured in turn, by their nodes.
+
+    Raises RuntimeError where a pass cannot be captured.
+    """
+    timer, pool = PassTimer(verifier, Sampling(), 1, linear=linear), GraphPool()
+    timer.cache.make_room(nodes)
+    replays = {num: _capture_pass(verifier, timer.cache, timer.make_tree(num), pool) for num in (1, nodes)}
+    times: dict[int, list[float]] = {num: [] for num in replays}
+    for _ in range(TIMINGS):
+        for num, replay in replays.items():
+            times[num].append(time_repeated(replay, verifier.target.device))
+    return {num: statistics.median(seconds) for num, seconds in times.items()}
+
+
+def _capture_pass(verifier: Verifier, cache: RowCache, tree: Tree, pool: GraphPool) -> Callable[[], object]:
+    """A pass over a tree, which moves the accepted nodes of a tree with branches. Nothing stays pending."""
+    cache.reserve(tree.tokens.shape[1])
+
+    def read_tree(tokens, parents, lengths, skipped, slots):
+        view = cache.with_tensors(cache.keys_and_values, lengths, slots=slots)
+        outputs = verifier._read_greedily(view, tree.linear, None, tokens, parents, lengths, skipped)
+        if not tree.linear:
+            view.keep_path(outputs[0])
+        return outputs
+
+    inputs = tree.tokens, tree.parents, cache.lengths, cache.skipped, cache.slots
+    replay = capture_graph(read_tree, inputs, pool)
+    cache.drop_pending()
+    return functools.partial(replay, *inputs)
 
 
 @torch.inference_mode()
-def time_step(proposer: HeadProposer) -> float:
+def time_step(proposer: HeadProposer, *, compiled: bool = False) -> float:
     """Seconds of a captured step after a text: over one node of a chain, or over `width` nodes of a tree.
 
     The only step of a parallel head, or of one draft, reads the committed tokens.
+    compiled: true for a compiled step
     """
     drafter, shape = proposer.drafter, proposer.shape
     target, device = drafter.target, drafter.target.device
     proposer_copy = HeadProposer(drafter, shape)  # with a cache of its own
+    runner = proposer_copy.runner
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(target.vocab_size, (1, CONTEXT), generator=generator).to(device)
     width = len(drafter.target_layers) * target.width
@@ -99,6 +139,7 @@ def time_step(proposer: HeadProposer) -> float:
     proposer_copy.begin(tokens, torch.full((1,), CONTEXT, device=device))
     commit(CONTEXT)
     _, first = proposer_copy.absorb()
+    runner.compile = compiled
     if drafter.parallel or shape.depth == 1:
         proposer_copy.cache.make_room(2 + shape.nodes)
         num = torch.full((1,), 2, device=device)
@@ -110,7 +151,11 @@ def time_step(proposer: HeadProposer) -> float:
             *proposer_copy.cache.keys_and_values,
             *proposer_copy.carried,
         )
-        return time_captured(lambda *tensors: proposer_copy._absorb(*tensors, *inputs[2:]), inputs[:2])
+
+        def absorb(*new: Tensor) -> tuple[Tensor, ...]:
+            return runner(("absorb", shape.depth), proposer_copy._absorb, *new, *inputs[2:])
+
+        return time_captured(absorb, inputs[:2])
     nodes = 1 if shape.chain else shape.width
     visible_nodes = torch.eye(nodes, dtype=torch.bool, device=device)[None]
 
@@ -121,12 +166,22 @@ def time_step(proposer: HeadProposer) -> float:
 
 
 def time_captured(function: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...]) -> float:
-    """The median of a captured function's seconds. Raises RuntimeError where it cannot be captured."""
-    replay, times = capture_graph(function, inputs, GraphPool()), []
-    for _ in range(REPEATS):
-        torch.cuda.synchronize(inputs[0].device)
-        start = time.perf_counter()
-        replay(*inputs)
-        torch.cuda.synchronize(inputs[0].device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    """Seconds of a captured function. Raises RuntimeError where it cannot be captured."""
+    replay = capture_graph(function, inputs, GraphPool())
+    return time_repeated(lambda: replay(*inputs), inputs[0].device)
+
+
+def time_repeated(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call by a GPU's own clock, over REPEATS calls, none of which waits for another.
+
+    One call before them, which may compile or capture, does not count.
+    """
+    call()
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(REPEATS):
+            call()
+        end.record()
+        end.synchronize()
+    return start.elapsed_time(end) / 1e3 / REPEATS

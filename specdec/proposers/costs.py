@@ -20,6 +20,7 @@ import numpy
 import torch
 
 from specdec.core import devices, masks, rules
+from specdec.core.digests import digest_sources
 from specdec.core.files import cache_document, find_cache_folder, lock_cached
 from specdec.core.sampling import AnySampling, Sampling
 from specdec.core.tree import Tree
@@ -36,6 +37,8 @@ LOAD_RATE = 0.08  # share of an unexplained error that the load takes over, see 
 SIZE_RATE = 0.15  # share that the ratio of the observed size takes over
 MAX_ERROR = 0.4  # largest error that counts, as a logarithm: machines pause
 
+TIMED_CODE = ("specdec.core", "specdec.target", "specdec.proposers.costs")  # code of passes and of their measurement
+
 Curve = dict[int, float]  # seconds of a pass by its nodes
 Progress = Callable[[list, str], Iterable]
 
@@ -48,6 +51,7 @@ def describe_conditions(verifier: Verifier, sampling: AnySampling) -> dict[str, 
         "machine": torch.cuda.get_device_name(target.device) if on_cuda else _processor(),
         "threads": 0 if on_cuda else torch.get_num_threads(),
         "torch": torch.__version__,
+        "code": digest_sources(*TIMED_CODE),
         "target": target.fingerprint(),
         "dtype": str(target.dtype),
         "compiled": verifier.runner.compile,
@@ -214,18 +218,22 @@ class PassTimer:
         """Seconds of one pass of `num` nodes."""
         return self.time_pass(num)[0]
 
+    def make_tree(self, num: int) -> Tree:
+        """Trees of `num` random tokens: two chains, or one if `linear`."""
+        parents = torch.arange(-1, num - 1, device=self.target.device).repeat(self.batch_size, 1)
+        if not self.linear and num > 2:
+            parents[:, 2:] = parents[:, 2:] - 1
+        return Tree(self._tokens(num), parents, None, linear=self.linear)
+
     def time_pass(self, num: int) -> tuple[float, float]:
         """Seconds of one pass of `num` nodes, and of its work: without those in which other processes ran."""
-        target, cache, linear = self.target, self.cache, self.linear
-        parents = torch.arange(-1, num - 1, device=target.device).repeat(self.batch_size, 1)
-        if not linear and num > 2:
-            parents[:, 2:] = parents[:, 2:] - 1  # two chains
-        tree = Tree(self._tokens(num), parents, None, linear=linear)
+        target, cache = self.target, self.cache
+        tree = self.make_tree(num)
         devices.wait_for_device(target.device)
         start, start_work = time.perf_counter(), time.process_time()
         path, following = self.verifier(tree, cache, self.draws, sampling=self.sampling).follow_path(tree, num - 1)
         following.tolist()
-        if not linear:
+        if not self.linear:
             cache.keep_path(path)
         devices.wait_for_device(target.device)
         times = time.perf_counter() - start, time.process_time() - start_work

@@ -395,6 +395,26 @@ class Target:
         """Whether it computes in at most 16 bits."""
         return torch.finfo(self.dtype).bits < 32 or self.quantisation is not None
 
+    @functools.cached_property
+    def reads_openings(self) -> bool:
+        """Whether the beginnings of texts are read by a causal kernel, without a mask: a text is tried.
+
+        Under a mask, the kernel reads the whole capacity of the cache, copied for all query heads.
+        """
+        if self.windowed or not self._may_try("cache"):
+            return False
+        return self._agrees_with_reference("cache", "the beginning of a text without a mask", self._try_opening)
+
+    @torch.no_grad()
+    def _try_opening(self, opening: bool) -> Tensor:
+        """States [1, S, D] of a text in an empty cache."""
+        tokens, cache = self._sample_text(), self.cache(1)
+        cache.reserve(tokens.shape[1])
+        cache.opening = opening
+        causal = masks.causal_mask(tokens.shape[1], self.device)
+        mask = None if opening else masks.pending_mask(causal, cache.lengths, cache.visible)
+        return self.read(tokens, (), positions=cache.slots, mask=mask, cache=cache).final
+
     def _may_try(self, path: str) -> bool:
         """Whether a fast path of attention is worth a trial."""
         unlike = self.recurrent or self.on_several_devices or self.layer_kinds.chunk

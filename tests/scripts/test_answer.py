@@ -14,6 +14,7 @@ from specdec.engines import answers, client
 from specdec.engines.answers import yield_in_order
 from specdec.text import conversations
 from tests.support.commands import write_rows
+from tests.support.decoding import pretend_graphs
 from tests.support.small_server import STOP, Model, SmallServer
 from tests.support.targets import save_target, small_tokenizer
 
@@ -162,7 +163,7 @@ def test_thinking_mode(run, folder):
     assert encoded.tokens[: encoded.mask.index(True)] == prompt
 
 
-def test_our_own_decoder_keeps_ids_and_continues(run, folder):
+def test_our_own_decoder_keeps_ids_continues_and_captures_on_a_gpu(run, folder, monkeypatch):
     save_target(folder / "target")
     datasets.DatasetDict({"dev": datasets.Dataset.from_list(PROMPTS)}).save_to_disk(folder / "saved")
     source = [f"prompts={folder}/saved", "split=dev", "limit=3"]
@@ -174,6 +175,12 @@ def test_our_own_decoder_keeps_ids_and_continues(run, folder):
     written = path.read_text()
     path.write_text(written.splitlines(keepends=True)[0])  # as after an interruption
     assert run(Model(), "engine=null", *source, *decode) == rows and path.read_text() == written
+    captured = pretend_graphs(monkeypatch)
+    path.unlink()
+    eager = "decode.compile=false", "decode.cuda_graphs=false"
+    assert run(Model(), "engine=null", *source, *decode, *eager) == rows and not captured
+    path.unlink()
+    assert run(Model(), "engine=null", *source, *decode) == rows and captured
 
 
 # Refusals

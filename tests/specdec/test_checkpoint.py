@@ -11,6 +11,7 @@ import torch
 import specdec
 from specdec import checkpoint
 from specdec.core import files
+from specdec.core.compile import is_joined, join_products
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle3
 from specdec.heads.mtp import MTP
@@ -41,6 +42,39 @@ def test_load_gives_the_same_drafter(saved, target):
     for name, value in drafter.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
     assert torch.equal(loaded.target_to_draft, drafter.target_to_draft)
+
+
+def join_a_copy(drafter):
+    """A frozen copy with joined products, none of which touches a weight of the target."""
+    joined = drafter.frozen_copy()
+    places = [parameter.data_ptr() for parameter in drafter.target.model.parameters()]
+    join_products(joined)
+    assert [parameter.data_ptr() for parameter in drafter.target.model.parameters()] == places
+    return joined
+
+
+def test_a_joined_head_drafts_and_is_saved_as_before(small_drafter, tmp_path):
+    """As on CUDA; exactly the same numbers in float64, and the same bytes in its file."""
+    target, depth = small_drafter.target, min(3, small_drafter.depth or 3)
+    heads = {"plain": small_drafter.frozen_copy(), "joined": join_a_copy(small_drafter)}
+    generations = []
+    for name, head in heads.items():
+        checkpoint.save(tmp_path / name, head, {})
+        generation = greedy(target, HeadProposer(head, chain_of(depth))).generate([[1, 2, 3], [4, 5]], 16)
+        generations.append((generation.tokens, generation.accepted, generation.drafted))
+    files_of_heads = [(tmp_path / name / "drafter.safetensors").read_bytes() for name in heads]
+    assert generations[0] == generations[1] and files_of_heads[0] == files_of_heads[1]
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_heads_are_joined_where_they_are_loaded_for_decoding_on_cuda_only(saved, target, monkeypatch, joins):
+    monkeypatch.setattr(checkpoint, "_decodes_joined", lambda device: joins)
+    attention = checkpoint.load(saved[0], target).block.self_attn
+    assert is_joined([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) == joins
+    attention = checkpoint.load_for_training(saved[0], target, {})[0].block.self_attn
+    assert not is_joined([attention.q_proj.weight, attention.k_proj.weight])
+    monkeypatch.undo()
+    assert not checkpoint._decodes_joined(target.device) and checkpoint._decodes_joined(torch.device("cuda:0"))
 
 
 PARTS = {

@@ -2,8 +2,10 @@
 
 import torch
 
+from specdec.core import compile
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree, TreeShape, make_chain
+from specdec.decoding import fastest
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.base import Proposer
 
@@ -52,6 +54,16 @@ def find_depths(tree: Tree) -> torch.Tensor:
 
 def greedy(target, proposer, stop=frozenset()) -> Decoder:
     return Decoder(target, proposer, sampling=Sampling(0.0), stop=set(stop))
+
+
+def pretend_graphs(monkeypatch, mode: fastest.RunMode = (False, True)) -> list:
+    """A GPU on which this mode is fastest: -> the functions that are captured from now on, which run as they are."""
+    captured: list = []
+    monkeypatch.setattr(fastest, "_can_measure", lambda device: True)
+    monkeypatch.setattr(fastest, "_modes_by_file", {})
+    monkeypatch.setattr(fastest, "_read_mode", lambda file: mode)
+    monkeypatch.setattr(compile, "capture_graph", lambda function, *_: captured.append(function) or function)
+    return captured
 
 
 def prompts_of(target) -> list[list[int]]:

@@ -10,7 +10,7 @@ from specdec.core.cached_keys import attend_cached, find_cached_keys
 from specdec.core.compile import Graph, Runner
 from specdec.core.sampling import Sampling
 from specdec.core.tree import make_chain
-from specdec.decoding.batch import Request
+from specdec.decoding.batch import Prefill, Request
 from specdec.target.verifier import Verifier
 from tests.support.compiled import CHAIN, TREE, decoder_of, prompts_of, schedule_as_on_a_gpu
 from tests.support.decoding import random_trees
@@ -141,6 +141,56 @@ def test_passes_of_families_against_a_mask(family, paths):
     target.__dict__.pop("reads_length")
     exact = target.dtype == torch.float64
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-10 if exact else 1e-4, rtol=0 if exact else 1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The fast path cache is left out")
+@pytest.mark.parametrize("family", [family for family in FAMILIES if not family.refused], ids=str)
+def test_openings_of_families_against_a_mask(family):
+    """Prompts of two lengths in two pieces, of which the second has the first in its cache."""
+    target = make_family_target(family)
+    target.__dict__.pop("reads_openings", None)
+    with fast.force_paths("cache"):
+        opens = target.reads_openings
+    if not opens:
+        target.__dict__.pop("reads_openings", None)
+        assert str(family) in CANNOT or target.windowed or target.recurrent or target.layer_kinds.chunk
+        return
+    results = [read_in_pieces(target, opens) for opens in (False, True)]
+    target.__dict__.pop("reads_openings")
+    error = 1e-10 if target.dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(results[1], results[0], atol=error, rtol=error)
+
+
+def read_in_pieces(target, opens: bool) -> list[torch.Tensor]:
+    """The last states, features, K and V of two prompts, with or without a mask over the first piece."""
+    target.__dict__["reads_openings"] = opens
+    prefill = Prefill(target, (1,), prompts_of(target, 0, (9, 5)))
+    with torch.no_grad():
+        prefill.advance(12)
+        assert prefill.num_read == (6 if prefill.divisible else 9)
+        prefill.advance()
+    final, features = prefill.output()
+    return [final, features[0, :9], features[1, :5], *(kept[:, :, :5] for kept in prefill.cache.keys_and_values)]
+
+
+def test_an_opening_has_no_mask_and_reads_as_many_keys_as_it_has(monkeypatch):
+    """Of a cache with room for 512 entries. Later pieces read them under a mask."""
+    target, calls = make_target(6, num_layers=3), []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def record(query, key, value, attn_mask=None, **options):
+        calls.append((key.shape[2], attn_mask is None and options["is_causal"]))
+        return sdpa(query, key, value, attn_mask=attn_mask, **options)
+
+    with fast.force_paths("cache"):
+        assert target.reads_openings
+        prefill = Prefill(target, (), prompts_of(target, 0, (200, 150)), room=500)
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+        prefill.advance(240)
+        assert calls == [(120, True)] * 3
+        prefill.advance()
+        assert calls[3:] == [(512, False)] * 3
 
 
 @pytest.mark.parametrize(

@@ -334,3 +334,24 @@ def test_joined_weights_are_one_product_without_a_copy(traced):
     compiled = decoder_of(target, make_drafter(target, "eagle"), compiled=True)
     check_same(compiled, decoder_of(plain, make_drafter(plain, "eagle"), compiled=False), prompts_of(target, 0), 16)
     assert not compiled.runner.packed
+
+
+def count_products(graph: Graph) -> int:
+    return sum(len(graph.graph.find_nodes(op="call_function", target=operator)) for operator in compile.LINEAR)
+
+
+@pytest.mark.parametrize("head, counts", [("eagle3", (8, 5)), ("dflash", (20, 14))])
+def test_a_joined_head_needs_three_products_fewer_for_each_layer(traced, graphs, head, counts):
+    """A layer of EAGLE-3 has four in place of seven; its LM head is one more. DFlash has two layers."""
+    target, answers = make_target(6, num_layers=3), []
+    for count, joins in zip(counts, (False, True), strict=True):
+        drafter = make_drafter(target, head).frozen_copy()
+        if joins:
+            join_products(drafter)
+        proposer = HeadProposer(drafter, chain_of(3), compile=True)
+        graphs.clear()
+        decoder = Decoder(target, proposer, sampling=Sampling(), stop=set())
+        answers.append(decoder.generate(prompts_of(target, 0), 16).tokens)
+        assert min(map(count_products, graphs)) == count
+        assert not proposer.runner.packed
+    assert answers[0] == answers[1]

@@ -133,3 +133,24 @@ def test_long_work_says_how_far_it_is(path, monkeypatch, caplog):
     digest_files([path], "targets/x")
     (line,) = caplog.messages
     assert line.startswith("targets/x: its weights are read for its fingerprint: 0.0 of 0.0 GB, about 0 s left")
+
+
+def test_the_digest_of_sources_changes_with_any_module_and_runs_none(tmp_path, monkeypatch):
+    package = tmp_path / "sourcepackage"
+    (package / "inner").mkdir(parents=True)
+    for name in ("__init__.py", "one.py", "inner/__init__.py", "inner/two.py"):
+        (package / name).write_text("" if name == "__init__.py" else "raise RuntimeError\n")
+    (package / "inner/__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def digest_all() -> list[str]:
+        digests.digest_sources.cache_clear()
+        names = [("sourcepackage",), ("sourcepackage.one",), ("sourcepackage.inner.two", "sourcepackage.one")]
+        return [digests.digest_sources(*key) for key in names]
+
+    before = digest_all()
+    assert len(set(before)) == 3 and digest_all() == before
+    (package / "inner/two.py").write_text("raise ValueError\n")
+    changed = [old != new for old, new in zip(before, digest_all())]
+    assert changed == [True, False, True]
+    assert digests.digest_sources("sourcepackage.missing") == digests.digest_sources("missing.package")

@@ -48,10 +48,65 @@ def test_proofs_run_once_and_are_kept(gpu):
     assert fast.describe_paths(GPU)["loss"] == "used"
 
 
+def test_only_the_path_whose_code_has_changed_is_proved_again(gpu):
+    started = answers(gpu, *(json.dumps({path: ""}) for path in fast.PATHS))
+    assert fast.allows("loss", GPU)
+    gpu.setattr(fast, "_proved", {})
+    digest = fast.digest_sources
+    gpu.setattr(fast, "digest_sources", lambda name: digest(name) + "new" * name.startswith("train"))
+    assert fast.allows("blocks", GPU)
+    gpu.setattr(fast, "_proved", {})
+    gpu.setattr(fast, "digest_sources", digest)  # another version of the code beside this one
+    assert fast.allows("blocks", GPU)
+    assert [command[4:] for command in started] == [list(fast.PATHS), ["loss"]]
+
+
+def test_a_failure_is_tried_again_by_the_next_process_and_proofs_stay(gpu):
+    proofs = {path: json.dumps({path: ""}) for path in fast.PATHS}
+    failed = proofs | {"graphs": json.dumps({"graphs": "took more than 300 s"})}
+    answers(gpu, *failed.values())
+    for _ in range(2):  # a sentence in each process
+        gpu.setattr(fast, "_proved", {})
+        with pytest.warns(UserWarning, match="graphs is left out: on a GPU took more than 300 s"):
+            assert not fast.allows("graphs", GPU) and fast.allows("loss", GPU)
+    gpu.setattr(fast, "_proved", {})
+    started = answers(gpu, *proofs.values())
+    assert fast.allows("graphs", GPU) and [command[4:] for command in started] == [["graphs"]]
+
+
+def test_processes_that_wait_together_share_a_failure(gpu, tmp_path):
+    """Eight processes of a run would otherwise fail one after the other, each in up to PROOF_SECONDS."""
+    failed = {path: json.dumps({path: ""}) for path in fast.PATHS} | {"graphs": json.dumps({"graphs": "fails"})}
+    started = answers(gpu, *failed.values())
+    times = iter([100.0, 101.0, 150.0, 160.0])  # start and end of the first process, and of a later one
+    gpu.setattr(fast.time, "time", lambda: next(times))
+    for num_started in (1, 2):
+        gpu.setattr(fast, "_proved", {})
+        with pytest.warns(UserWarning, match="graphs is left out"):
+            assert not fast.allows("graphs", GPU)
+        assert len(started) == num_started
+    gpu.setattr(fast.time, "time", lambda: 155.0)  # start of a process that waited for the second one
+    gpu.setattr(fast, "_proved", {})
+    with pytest.warns(UserWarning, match="graphs is left out"):
+        assert not fast.allows("graphs", GPU) and len(started) == 2
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"proofs": {}}', '{"proofs": ["loss 1"], "failures": 0}'])
+def test_a_damaged_file_of_proofs_proves_nothing(gpu, tmp_path, content):
+    started = answers(gpu, *(json.dumps({path: ""}) for path in fast.PATHS))
+    for _ in range(2):
+        gpu.setattr(fast, "_proved", {})
+        assert fast.allows("loss", GPU)
+        (file,) = tmp_path.glob("fast/*.json")
+        file.write_text(content)
+    assert len(started) == 2
+
+
 def test_a_child_that_dies_fails_one_path_and_the_next_goes_on(gpu):
     failure = "differs from the reference by 12.00% (outputs)"
-    proved = (json.dumps({path: ""}) for path in ("varlen", "cache", "tree", "write"))
-    started = answers(gpu, *proved, json.dumps({"blocks": failure}), code=-11)
+    results = dict.fromkeys(fast.PATHS, "") | {"blocks": failure}
+    del results["loss"]
+    started = answers(gpu, *(json.dumps({path: result}) for path, result in results.items()), code=-11)
     with pytest.warns(UserWarning) as warned:
         assert fast.allows("varlen", GPU, torch.float16)
         assert not fast.allows("loss", GPU) and not fast.allows("blocks", GPU)

@@ -49,19 +49,39 @@ def timed(monkeypatch, tmp_path):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Passes are not tried")
-def test_the_fastest_way_is_taken_and_kept(small_target, timed, requested, changed, expected, tmp_path):
+def test_the_fastest_way_is_taken_and_kept_unless_one_failed(
+    small_target, timed, requested, changed, expected, tmp_path
+):
     tried, seconds = timed
     seconds.update(changed)
-    for _ in range(2):
+    failed = any(isinstance(time, Exception) for time in changed.values())
+    for number in range(2):
         runner = Runner(requested[0], cuda_graphs=requested[1])
         fastest.choose_run_mode(runner, small_target)
         assert (runner.compile, runner.cuda_graphs) == expected and not runner.undecided
-        assert tried == [
+        modes = [
             mode for mode in fastest.RUN_MODES if all(wish in (None, setting) for wish, setting in zip(requested, mode))
         ]
+        assert tried == modes * (1 + failed * number)
+        fastest.choose_run_mode(Runner(requested[0], cuda_graphs=requested[1]), small_target)
+        assert tried == modes * (1 + failed * number)  # in this process, a failure is not tried again
         fastest._modes_by_file.clear()  # as in another process, which finds the file
-    (file,) = tmp_path.glob("*.way.json")
-    assert json.loads(file.read_text())["compile"] == expected[0]
+    documents = [json.loads(file.read_text()) for file in tmp_path.glob("*.way.json")]
+    assert [document["compile"] for document in documents] == ([] if failed else [expected[0]])
+
+
+def test_a_way_is_of_the_code_that_was_timed(small_target, timed, monkeypatch):
+    for number in (1, 1, 2):
+        monkeypatch.setattr(costs, "digest_sources", lambda *names, number=number: f"{names} {number}")
+        fastest._modes_by_file.clear()
+        fastest.choose_run_mode(Runner(None, cuda_graphs=None), small_target)
+        assert timed[0] == list(fastest.RUN_MODES) * number
+
+
+def test_graphs_that_the_target_cannot_have_are_no_failure(small_target, timed, monkeypatch, tmp_path):
+    monkeypatch.setattr(fastest.Verifier, "capturable", False)
+    fastest.choose_run_mode(Runner(None, cuda_graphs=None), small_target)
+    assert timed[0] == [NEITHER, COMPILED] and len(list(tmp_path.glob("*.way.json"))) == 1
 
 
 def test_what_was_said_is_not_measured(small_target, timed):

@@ -6,6 +6,7 @@ import pytest
 import safetensors
 import torch
 
+from specdec.core.compile import join_products
 from specdec.export.engines import FORMATS
 from specdec.export.families import FAMILIES
 from specdec.export.layout import drop_draft_vocab
@@ -129,6 +130,20 @@ def test_engines_draw_the_same_drafts_and_import_gives_the_head_back(
     ):  # other ones come back with a table
         assert_equal_drafters(bring_in(out, target), drafter if (out / "token_map.pt").exists() else served)
     assert_given_back(out, target, tmp_path)
+
+
+FIRST_CASES = {(head, form): arguments for head, arguments, form, _ in reversed(CASES)}
+
+
+@pytest.mark.parametrize(("head", "form"), FIRST_CASES)
+def test_a_joined_head_is_exported_as_before(target, tmp_path, head, form):
+    """Parts of one memory, as heads have them that decode on CUDA, are written one by one."""
+    drafter, contents = make_exact(target, head, arguments=FIRST_CASES[head, form]), []
+    for out in (tmp_path / "plain", tmp_path / "joined"):
+        exported = export(drafter, form, out)
+        contents.append((out / exported.layout.weights).read_bytes())
+        join_products(drafter)
+    assert contents[0] == contents[1]
 
 
 @pytest.mark.parametrize("form", ["vllm", "speculators"])

@@ -134,6 +134,14 @@ def test_other_conditions_have_other_files(small_target, cache):
     assert different[1]["sampling"] == "sampled"
 
 
+def test_costs_are_of_the_code_that_was_timed(small_target, monkeypatch):
+    known = describe_conditions(verifier(small_target, Sampling()), Sampling())
+    monkeypatch.setattr(costs_module, "digest_sources", lambda *names: " ".join(names))
+    changed = describe_conditions(verifier(small_target, Sampling()), Sampling())
+    assert changed["code"] == "specdec.core specdec.target specdec.proposers.costs"
+    assert find_costs_file(changed) != find_costs_file(known)
+
+
 def test_a_machine_that_is_too_slow_for_a_long_pass_is_measured_without_it(target, clock, monkeypatch):
     monkeypatch.setattr(costs_module, "SECONDS", -1.0)  # the budget is spent before the first pass
     clock.cost = lambda tree: tree.tokens.shape[1]

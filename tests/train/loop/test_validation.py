@@ -24,7 +24,7 @@ from specdec.text import reading
 from specdec.text.conversations import Prompt
 from specdec.unroll import replay
 from tests.support.commands import write_rows
-from tests.support.decoding import prompts_of, random_tokens
+from tests.support.decoding import pretend_graphs, prompts_of, random_tokens
 from tests.support.drafters import make_drafter
 from tests.support.graphs import StepRecorder
 from tests.support.loops import follow
@@ -177,6 +177,17 @@ def test_answers_are_written_again_if_they_are_damaged_or_of_other_settings_or_c
     Path("file").touch()
     with pytest.warns(UserWarning, match="cannot be kept"):
         assert len(make(drafter, answers="file").replay(drafter)) == 5
+
+
+def test_on_a_gpu_answers_come_from_graphs_and_on_a_cpu_from_plain_passes(make, drafter, monkeypatch):
+    make(drafter).replay(drafter)
+    (path,) = Path("answers").iterdir()
+    document = json.loads(path.read_text())
+    path.unlink()
+    captured = pretend_graphs(monkeypatch)
+    make(drafter).replay(drafter)
+    assert json.loads(path.read_text())["answers"] == document["answers"] and captured
+    assert answers.HeldoutAnswers(drafter.target, Sampling(), 4, set(), 0, path.parent).runner.undecided
 
 
 # When drafts are decoded

@@ -55,6 +55,7 @@ def use_backend(monkeypatch):
     def use_backend(backend) -> None:
         monkeypatch.setattr(compile, "BACKEND", backend)
         monkeypatch.setattr(compile, "_not_compiled", set())
+        monkeypatch.setattr(compile, "_called_compiled", set())
         compile._compile_block.cache_clear()
         torch._dynamo.reset()
 
@@ -183,3 +184,38 @@ def test_a_block_is_compiled_whole_inside_ddp(use_backend):
     finally:
         dist.destroy_process_group()
     assert len(graphs) == 1 and all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_an_error_of_any_class_leaves_a_block_out_at_its_first_compiled_call_only(monkeypatch):
+    """The AssertionError of DDPOptimizer is of no class of Dynamo. The function's own errors are never hidden."""
+    module, x = torch.nn.Linear(3, 3), torch.randn(2, 3)
+    errors: list[Exception] = [AssertionError("buckets")]
+
+    def compile_block(function):
+        def run(*inputs):
+            if errors:
+                raise errors.pop()
+            return function(*inputs)
+
+        return run
+
+    def double(module, x):
+        return 2 * module(x)
+
+    for name, value in (("_compile_block", compile_block), ("_not_compiled", set()), ("_called_compiled", set())):
+        monkeypatch.setattr(compile, name, value)
+    with pytest.warns(UserWarning, match=r"blocks is left out: .*double could not be compiled \(buckets\)"):
+        assert torch.equal(compile.run_block(double, module, x), 2 * module(x))
+    assert double in compile._not_compiled
+
+    compile._not_compiled.clear()
+    assert torch.equal(compile.run_block(double, module, x), 2 * module(x))
+    errors.append(AssertionError("of a later call"))
+    with pytest.raises(AssertionError, match="of a later call"):
+        compile.run_block(double, module, x)
+
+    compile._called_compiled.clear()
+    errors.append(AssertionError("buckets"))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        compile.run_block(double, module, torch.randn(2, 4))
+    assert double not in compile._not_compiled
