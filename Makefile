@@ -16,7 +16,7 @@ GPU_PROCESSES ?= 8
 GPU_OPTIONS ?=
 GPU := .venv-gpu/bin/python
 
-.PHONY: help setup demo test test-full test-engines lint site engines gpu gpu-wheels gpu-test
+.PHONY: help setup demo test test-full test-engines test-gpu-code lint site engines gpu gpu-wheels gpu-test
 
 help:
 	@echo "make setup   virtual environment in .venv, and the default target (once)"
@@ -24,6 +24,7 @@ help:
 	@echo "make test    the first tier of tests, in two processes (470 s of processor time); on more cores: make test PROCESSES=8"
 	@echo "make test-full     all tests but those of engines"
 	@echo "make test-engines  exports inside vLLM and llama.cpp, after make engines"
+	@echo "make test-gpu-code  code for GPUs, generated and checked without one (installs triton, 190 MB)"
 	@echo "make lint    ruff and mypy"
 	@echo "make site    these pages as a site with a search, in build/site"
 	@echo "make engines vLLM and llama.cpp on the CPU, in engines (once, 4 GB), for tests of exports"
@@ -53,7 +54,7 @@ demo: $(READY)
 PYTEST := $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal
 
 test: $(READY)
-	$(PYTEST) -m "not full and not engines"
+	$(PYTEST) -m "not full and not engines and not triton"
 
 # Packages of the site and of the notebook, which only these two targets need.
 .venv/docs: .venv/ready
@@ -65,11 +66,19 @@ site: .venv/docs
 	@echo "Open build/site/index.html"
 
 test-full: $(READY) .venv/docs
-	$(PYTEST) -m "not engines"
+	$(PYTEST) -m "not engines and not triton"
 
 test-engines: $(READY)
 	@test -x engines/bin/python || { echo "make engines installs vLLM and llama.cpp first (4 GB)."; exit 1; }
 	$(PYTEST) -m engines
+
+# Triton, which comes with torch for GPUs only.
+.venv/gpu-code: .venv/ready
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,gpu-code]'
+	@touch .venv/gpu-code
+
+test-gpu-code: $(READY) .venv/gpu-code
+	$(PYTEST) -m triton
 
 lint: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && cp train.py .mypy_cache/train_command.py && $(BIN)/mypy .mypy_cache/train_command.py
@@ -92,7 +101,7 @@ gpu-wheels: .venv/ready
 
 # All tests, in place of those of the report, which are marked gpu. Each process holds about half a gigabyte of the GPU's memory.
 gpu-test: .venv-gpu/ready
-	@$(GPU) -m pytest -q -n $(GPU_PROCESSES) --dist worksteal -m "not engines"
+	@$(GPU) -m pytest -q -n $(GPU_PROCESSES) --dist worksteal -m "not engines and not triton"
 
 # Writes gpu_report.jsonl and gpu_report.md, figure by figure; GPU_OPTIONS="part=1 out=folder/" and others: --help
 gpu: .venv-gpu/ready

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3Config
 
 from specdec.core import compile, fast, rules, span_attention
 from specdec.core.cached_keys import attend_cached
@@ -25,33 +24,13 @@ from specdec.target.verifier import Verifier
 from specdec.text.conversations import Row
 from tests.support.decoding import chain_of
 from tests.support.drafters import load_head
-from tests.support.metacount import ModelledRunner, meta_target, model_block, model_kl
+from tests.support.metacount import meta_target, model_block, model_kl
+from tests.support.targets import LLAMA_8B, QWEN3_8B
 from train.data.batches import collate
 from train.features.outputs import ComputedFeatures
 from train.objective.objective import Objective
-from train.prepare.count_tensors import H100_BANDWIDTH, H100_PEAK, REACHED_SHARE, Autocast, OperationCount
+from train.prepare.count_tensors import H100_PEAK, Autocast, OperationCount
 
-QWEN3_8B = Qwen3Config(
-    hidden_size=4096,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    intermediate_size=12288,
-    vocab_size=151936,
-    max_position_embeddings=40960,
-    tie_word_embeddings=False,
-)
-LLAMA_8B = LlamaConfig(
-    hidden_size=4096,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    intermediate_size=14336,
-    vocab_size=128256,
-    max_position_embeddings=131072,
-    tie_word_embeddings=False,
-)
 DOCUMENTS = [2600, 1900, 1300, 900, 620, 410, 260, 190]  # tokens of the conversations in a pack of 8,192
 W = 32_000
 GB = 1e9
@@ -239,46 +218,6 @@ def lean(llama, monkeypatch):
     with fast.force_paths("cache"):
         monkeypatch.setitem(llama.__dict__, "reads_length", True)
         yield llama
-
-
-@pytest.fixture(scope="module")
-def joined():
-    """As `Target.load` prepares it on a GPU"""
-    target = meta_target(LLAMA_8B)
-    join_products(target.model)
-    return target
-
-
-@pytest.mark.parametrize(
-    "paths, single, several, share, ratio",
-    [(("cache",), 12, 17, 1.13, 1.1), (("cache", "tree"), 12, 12, 1.11, 1.05)],
-    ids=["cache", "tree"],
-)
-def test_compiled_passes_of_llama_8b(joined, monkeypatch, paths, single, several, share, ratio):
-    """Modelled: a compiled layer is its products, and a kernel between two of them; K and V that a product reads are
-    gathered by kernels of their own. Plain decoding, a chain of five, and a tree of 63 drafts.
-
-    single, several: launches of a layer for one node, and for several; share: bytes of 64 nodes by those needed
-    ratio: time of 64 nodes by that of one
-    """
-    seconds = {}
-    with fast.force_paths(*paths):
-        monkeypatch.setitem(joined.__dict__, "reads_length", True)
-        for context, nodes, a_layer, limit in [
-            (500, 1, single, 1.05),
-            (3_000, 1, single, 1.05),
-            (3_000, 6, several, 1.05),
-            (3_000, 64, several, share),
-        ]:
-            run = ModelledRunner()
-            count_pass(joined, run, context, nodes)  # traces
-            count = count_pass(joined, run, context, nodes)
-            assert 32 * (a_layer - 2) < count.launches <= 32 * a_layer and not count.waits
-            assert count.moved <= limit * needed(joined, context)
-            seconds[context, nodes] = count.seconds
-    assert seconds[3_000, 64] <= ratio * seconds[3_000, 1] and seconds[3_000, 1] < 1.15 * needed(joined, 3_000) / (
-        REACHED_SHARE * H100_BANDWIDTH
-    )
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,9 @@ LINEAR = {torch.ops.aten.mm.default: (None, 0, 1), torch.ops.aten.addmm.default:
 CPU_OPTIONS = {"cpp.threads": 1, "cpp_wrapper": True, "size_asserts": False}
 
 ALIGNMENT = 16  # bytes: inductor's loads need such addresses
+# On CUDA a layer of Qwen3-8B has 13 kernels for one token in place of 16: products of one row become loops of inductor,
+# with norms and activations inside, and a softmax over the few parts of a text is one kernel, not two.
+CUDA_OPTIONS = {"coordinate_descent_tuning": True, "online_softmax": False}
 
 MAX_GRAPHS = 32  # CUDA graphs of a runner, each of which holds its inputs and outputs
 
@@ -157,7 +160,7 @@ class Graph:
         for node in self.graph.nodes:
             node.meta.clear()
         module = fx.GraphModule(traced, self.graph)
-        options = CPU_OPTIONS if all(tensor.device.type == "cpu" for tensor in inputs) else {}
+        options = _choose_options({tensor.device.type for tensor in inputs})
         self.compiled = torch._inductor.compile(module, self._make_examples(inputs), options=dict(options))
 
     def _make_examples(self, inputs: Sequence[Tensor]) -> list:
@@ -246,6 +249,13 @@ class Graph:
                 node.replace_all_uses_with(product_slice)
         for node, _, _ in products:
             self.graph.erase_node(node)
+
+
+def _choose_options(device_types: set[str]) -> dict:
+    """Inductor's options for arguments on devices of these types"""
+    if device_types == {"cuda"} and not torch.version.hip:
+        return CUDA_OPTIONS
+    return CPU_OPTIONS if device_types == {"cpu"} else {}
 
 
 def _list_operands(product: fx.Node) -> tuple:

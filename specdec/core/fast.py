@@ -39,6 +39,8 @@ PATHS = {
     "graphs": "specdec.core.compile:check_graphs",  # passes and steps of decoding as CUDA graphs
     "nucleus": "specdec.core.nucleus:check_nucleus",  # top-p without a sort of all tokens
 }
+# Modules with code that a proof covers, besides that of its function
+PROVED_CODE = {"tree": ["specdec.core.tree_kernels"]}
 PROOF_SECONDS = 300  # limit for the proof of one path: compiling takes up to a minute
 
 
@@ -156,7 +158,8 @@ def _complete_proofs(file: Path, machine: dict[str, str], device: torch.device, 
 
     start_time: time since when this process waits. Failures of another process since then count for this one, too.
     """
-    proof_of_path = {path: f"{path} {digest_sources(check.partition(':')[0])}" for path, check in PATHS.items()}
+    modules = {path: [check.partition(":")[0], *PROVED_CODE.get(path, [])] for path, check in PATHS.items()}
+    proof_of_path = {path: f"{path} {digest_sources(*names)}" for path, names in modules.items()}
     proofs, results = _read_proofs(file, start_time)
     results |= {path: "" for path, proof in proof_of_path.items() if proof in proofs}
     missing = [path for path in PATHS if path not in results]

@@ -61,12 +61,13 @@ class OwnDecoder:
 
         def make_generator(number: int) -> torch.Generator:
             seed = self.settings.seed_of(jobs[number].id, bits=56)
-            return torch.Generator(self.target.device).manual_seed(seed)
+            return torch.Generator().manual_seed(seed)
 
         settings, stop = self.settings, set(self.settings.stop)
         sampling = Sampling(jobs[0].temperature, top_p=settings.top_p)
         decoder = Decoder(self.target, None, sampling=sampling, stop=stop, runner=self.runner)
         prompts = [job.tokens for job in jobs]
+        decoder.expect(max(map(len, prompts)) + settings.max_new_tokens, batch_size=self.batch)
         waiting_answers: dict[int, list[int]] = {}
         num_finished = 0
         answers = decoder.answers(prompts, settings.max_new_tokens, batch_size=self.batch, generator=make_generator)
@@ -118,6 +119,9 @@ class HeldoutAnswers:
         if stored is not None:
             return stored
         decoder = self._make_decoder()  # measures the mode of passes before the answers' seconds
+        if decoder is not None:
+            longest = max(len(prompt.tokens) for prompt in prompts)
+            decoder.expect(longest + self.max_new_tokens, batch_size=HELDOUT_ROWS)
         written = []
         starts = group.mine(range(0, len(prompts), HELDOUT_ROWS))
         for start in progress.track_items(

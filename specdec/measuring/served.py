@@ -148,8 +148,8 @@ def time_step(proposer: HeadProposer, *, compiled: bool = False) -> float:
             features[:, :2],
             num,
             proposer_copy.cache.lengths,
-            *proposer_copy.cache.keys_and_values,
             *proposer_copy.carried,
+            *proposer_copy.cache.keys_and_values,
         )
 
         def absorb(*new: Tensor) -> tuple[Tensor, ...]:

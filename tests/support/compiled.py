@@ -1,10 +1,5 @@
 """Helpers for tests of compiled decoding."""
 
-import torch
-from torch._inductor import config
-from torch._inductor.exc import InductorError
-from torch._inductor.scheduler import Scheduler
-
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
@@ -44,31 +39,3 @@ def check_same(compiled: Decoder, plain: Decoder, prompts, num: int) -> None:
         assert generation.tokens == reference.tokens
         assert generation.accepted == reference.accepted
         assert generation.drafted == reference.drafted
-
-
-class Scheduled(Exception):
-    """Inductor has made its loops simple."""
-
-
-def schedule_as_on_a_gpu(monkeypatch) -> list[str]:
-    """From now on inductor stops before it makes code, having put concatenations into the loops that read them, as on a
-    GPU; what was to be compiled runs as it is. -> the refusals, to which each further one is added
-    """
-    refusals, compile, merge = list[str](), torch._inductor.compile, Scheduler.merge_loops
-
-    def stop(scheduler):
-        merge(scheduler)
-        raise Scheduled
-
-    def schedule(module, examples, options):
-        with config.patch(force_pointwise_cat=True, fx_graph_cache=False):
-            try:
-                compile(module, examples, options=options)
-            except InductorError as error:
-                if not isinstance(error.inner_exception, Scheduled):
-                    refusals.append(str(error))
-        return lambda *inputs: module(*inputs)
-
-    monkeypatch.setattr(Scheduler, "merge_loops", stop)
-    monkeypatch.setattr(torch._inductor, "compile", schedule)
-    return refusals

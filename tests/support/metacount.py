@@ -6,7 +6,6 @@ budgets.
 """
 
 import contextlib
-import unittest.mock
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -16,7 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig
 
-from specdec.core.compile import Runner
 from specdec.target.model import Target
 from train.prepare.count_tensors import (
     GATHERS,
@@ -95,20 +93,6 @@ def _replaced(module: torch.nn.Module, weights: dict[str, torch.Tensor]):
     finally:
         for tensors, leaf, value in before:
             tensors[leaf] = value
-
-
-class ModelledRunner(Runner):
-    """Compiles as a runner does, but its compiled functions are counted as products and fused kernels between them."""
-
-    def __init__(self) -> None:
-        super().__init__(True)
-
-    def _build(self, name, function, inputs):
-        with (
-            _disable_current_modes(),
-            unittest.mock.patch("torch._inductor.compile", lambda module, *_, **__: _FusedRun(module)),
-        ):
-            return super()._build(name, function, inputs)
 
 
 class _FusedRun:

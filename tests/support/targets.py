@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from specdec.target import attention
 from specdec.target.model import Target
@@ -18,6 +18,29 @@ REAL_TARGET = ROOT / "targets" / "smollm2-135m"
 
 
 OLD_TRANSFORMERS = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 18)
+
+# Real targets, for counts on tensors without values
+QWEN3_8B = Qwen3Config(
+    hidden_size=4096,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=12288,
+    vocab_size=151936,
+    max_position_embeddings=40960,
+    tie_word_embeddings=False,
+)
+LLAMA_8B = LlamaConfig(
+    hidden_size=4096,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=14336,
+    vocab_size=128256,
+    max_position_embeddings=131072,
+    tie_word_embeddings=False,
+)
 
 
 def make_target(vocab_size: int, *, num_layers: int = 8, width: int = 32, device: torch.device | str = "cpu") -> Target:

@@ -17,6 +17,7 @@ from accelerate.utils import broadcast_object_list
 
 from specdec.core import fast, progress
 from specdec.core.answer_text import TextDecoder
+from specdec.core.compile import join_products
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.engines.engine_target import EngineTarget
@@ -200,6 +201,7 @@ class Validation:
                 self.measuring.seed,
                 Path(self.settings.answers),
                 engine=self.engine,
+                **{} if self.target.device.type == "cpu" else {"runner": self.runner},
             )
             answers, slowest = heldout.get(self.prompts, self.group)
         self.prompt_seconds = self.prompt_seconds or 2 * slowest  # drafting needs at most as many passes
@@ -289,6 +291,8 @@ class Validation:
             return self.drafting.proposer(frozen)
         if self.twin is None or self.proposer is None:
             self.twin = frozen.frozen_copy()
+            if not on_cpu:
+                join_products(self.twin)
             self.proposer = self.drafting.proposer(self.twin)
         else:
             self.twin.load_state_dict(frozen.state_dict())

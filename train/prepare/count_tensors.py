@@ -160,15 +160,18 @@ class OperationCount(TorchDispatchMode):
             read, written = read[-1:], read[-1]
         elif name == "logsumexp":
             read = 5 * read
-        elif name == "write_keys":  # of the cache only the pass's entries are written, as many as products are read
-            cache = sum(count_read_bytes(tensor) for tensor in args[2:4])
-            read, written = [sum(read) - cache], sum(tensor.nbytes for tensor in args[0])
+        elif name == "write_keys":
+            read, written = self._count_writing(read, args)
         elif name in ("attend_texts", "attend_tree"):
             read[1:3] = [int(self.filled * size) for size in read[1:3]]
-            if name == "attend_tree":
-                written += self._count_parts(*args[:2])
+            written += self._count_parts(*args[:2]) if name == "attend_tree" else 0
         self.moved += sum(read) + written
         self._add_seconds(name, sum(read) + written, args)
+
+    def _count_writing(self, read: list[int], args: Sequence) -> tuple[list[int], int]:
+        """Bytes read and written: of the cache only the pass's entries are written, as many as products are read."""
+        cache = sum(count_read_bytes(tensor) for tensor in args[2:4])
+        return [sum(read) - cache], sum(tensor.nbytes for tensor in args[0])
 
     def _count_parts(self, query: torch.Tensor, key: torch.Tensor) -> int:
         """Bytes in float32 that the first kernel of `attend_tree` writes and the second reads: parts of the outputs."""

@@ -7,12 +7,12 @@ import torch
 
 from specdec.core import cache, cached_keys, fast, masks, rules
 from specdec.core.cached_keys import attend_cached, find_cached_keys
-from specdec.core.compile import Graph, Runner
+from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.core.tree import make_chain
 from specdec.decoding.batch import Prefill, Request
 from specdec.target.verifier import Verifier
-from tests.support.compiled import CHAIN, TREE, decoder_of, prompts_of, schedule_as_on_a_gpu
+from tests.support.compiled import CHAIN, TREE, decoder_of, prompts_of
 from tests.support.decoding import random_trees
 from tests.support.drafters import make_drafter
 from tests.support.families import FAMILIES
@@ -68,35 +68,6 @@ def test_parts_follow_from_the_length(window):
 
 def test_the_proof_of_the_path_runs_here():
     cached_keys.check_cached_keys(torch.device("cpu"))
-
-
-@pytest.mark.parametrize("num, window, sinks", [(2, None, False), (5, None, True), (3, 40, True)])
-@pytest.mark.parametrize("tree", [False, True])
-def test_inductor_takes_it(num, window, sinks, tree, monkeypatch):
-    """torch 2.11 to 2.13 refuse loops that read a view of a part of a concatenation."""
-    refusals = schedule_as_on_a_gpu(monkeypatch)
-    ancestors, lengths = torch.ones(1, num, num, dtype=torch.bool).tril(), torch.tensor([300])
-
-    def attend(query, key, value, ancestors, lengths, column):
-        cached = find_cached_keys(ancestors, lengths, capacity=512, heads=(32, 8), window=window, tree=tree)
-        return attend_cached(query, key, value, cached, scale=0.25, sinks=column if sinks else None)
-
-    key, value = torch.randn(2, 1, 8, 512, 16)
-    Graph(attend, [torch.randn(1, 32, num, 16), key, value, ancestors, lengths, torch.randn(32)])
-    assert not refusals
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "head, shape",
-    [("eagle3", CHAIN), ("eagle3", TREE), ("mtp", CHAIN), ("peagle", TREE), ("dflash2", TREE), ("lilicorr", CHAIN)],
-)
-def test_inductor_takes_what_heads_do(head, shape, monkeypatch):
-    refusals, target = schedule_as_on_a_gpu(monkeypatch), make_target(60)
-    with fast.force_paths("cache"):
-        decoder = decoder_of(target, make_drafter(target, head, True), shape, compiled=True, runner=Runner())
-        decoder.generate(prompts_of(target, 0), 6)
-    assert decoder.proposer.runner.compiled and not refusals
 
 
 def must_mask(target) -> bool:

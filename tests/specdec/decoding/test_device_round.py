@@ -134,7 +134,7 @@ def test_requests_that_join_while_a_round_runs_get_their_own_answers(target, rec
         batch.run_round()
     batch.close()
     assert [request.tokens for request in requests] == answers
-    assert recorder.num_starts and len(addresses) == 1 and sizes[:4] == [1, 2, 4, 4]
+    assert recorder.num_starts and len(addresses) == 1 and set(sizes) == {1, 2, 4}
 
 
 def test_the_host_takes_part_where_it_must(target, recorder, monkeypatch):

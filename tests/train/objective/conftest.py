@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
+from specdec.core import compile
 from specdec.heads.blocks import Rotary
 
 
@@ -29,3 +30,18 @@ def in_float64(monkeypatch):
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(default)
+
+
+@pytest.fixture
+def use_backend(monkeypatch):
+    """use_backend(backend): blocks are compiled anew, by this backend of torch"""
+
+    def use_backend(backend) -> None:
+        monkeypatch.setattr(compile, "BACKEND", backend)
+        monkeypatch.setattr(compile, "_not_compiled", set())
+        monkeypatch.setattr(compile, "_called_compiled", set())
+        compile._compile_block.cache_clear()
+        torch._dynamo.reset()
+
+    yield use_backend
+    compile._compile_block.cache_clear()

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from specdec.core import compile, fast
 from tests.support.drafters import VARIANTS, make_drafter, name_of
+from tests.support.triton_kernels import assemble_kernel, run_in_interpreter
 from tests.train.objective.test_objective import make_objective, make_row
 from train.data.batches import collate
 from train.features.outputs import ComputedFeatures
@@ -46,21 +47,6 @@ def small_chunks(monkeypatch):
     """A few goals at a time."""
     monkeypatch.setattr(objective, "FUSED_LOGITS", 60)
     monkeypatch.setattr(objective, "MIN_FUSED_GOALS", 1)
-
-
-@pytest.fixture
-def use_backend(monkeypatch):
-    """use_backend(backend): blocks are compiled anew, by this backend of torch"""
-
-    def use_backend(backend) -> None:
-        monkeypatch.setattr(compile, "BACKEND", backend)
-        monkeypatch.setattr(compile, "_not_compiled", set())
-        monkeypatch.setattr(compile, "_called_compiled", set())
-        compile._compile_block.cache_clear()
-        torch._dynamo.reset()
-
-    yield use_backend
-    compile._compile_block.cache_clear()
 
 
 def make_batch(vocab_size: int):
@@ -100,15 +86,40 @@ def test_no_logits_of_all_goals_are_kept(target, monkeypatch, small_chunks):
     assert count_saved_logits(()) and not count_saved_logits(("loss",))
 
 
-@pytest.mark.skipif(fused.triton is None, reason="needs triton; its interpreter runs on a CPU: TRITON_INTERPRET=1")
-def test_the_kernel_of_kl_in_tritons_interpreter(monkeypatch):
-    import os
+INTERPRETED = """
+import torch
+from train.objective import fused
 
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("TRITON_INTERPRET=1 must be set before triton is imported")
-    monkeypatch.setattr(fused, "has_kernel", lambda device: True)
-    monkeypatch.setattr(fused, "BLOCK", 1024)
-    fused.check(torch.device("cpu"))
+fused.has_kernel = lambda device: True
+fused.BLOCK = 1024
+fused.check(torch.device("cpu"))
+"""
+
+
+WRONG = """
+from train.objective import fused
+
+right = fused.fused_kl
+fused.fused_kl = lambda logits, goal, goal_rows, temperature: right(logits, goal, goal_rows, 1.0)
+"""
+
+
+@pytest.mark.triton
+def test_the_kernel_of_kl_in_tritons_interpreter():
+    run_in_interpreter(INTERPRETED)
+    with pytest.raises(AssertionError, match="differs from the reference"):
+        run_in_interpreter(WRONG + INTERPRETED)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("num_warps", [4, 8, 16])
+def test_the_kernel_of_kl_spills_nothing(num_warps):
+    """A thread of few warps holds more of a block, and an H100 gives it at most 255 registers."""
+    types = ["*bf16", "*fp32", "*i64", "*fp32", "constexpr", "i32", "i32", "fp32", "constexpr"]
+    signature = dict(zip(fused._kl_kernel.arg_names, types, strict=True))
+    needs = assemble_kernel(fused._kl_kernel, signature, {"WIDTH": 32_000, "BLOCK": fused.BLOCK}, num_warps=num_warps)
+    print(needs)
+    assert needs.spilled == 0 and needs.registers <= 128
 
 
 def test_blocks_compile_once_for_ragged_packs(target, use_backend):
