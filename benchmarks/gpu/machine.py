@@ -47,9 +47,9 @@ class Machine:
         """Within, captures and compiles are counted, and inductor gets the options of `options`."""
         capture_step, compile_module = compile.capture_step, torch._inductor.compile
 
-        def capture(function: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
+        def capture(function: Callable[[], None], *arguments: Any, **options: Any) -> Callable[[], None]:
             self.counts["captures"] += 1
-            return self.capture_step(capture_step, function, device, pool)
+            return self.capture_step(capture_step, function, *arguments, **options)
 
         def build(module: Any, examples: Any, options: dict | None = None) -> Callable:
             self.counts["compiles"] += 1
@@ -62,9 +62,9 @@ class Machine:
             yield
 
     def capture_step(
-        self, original: Callable, function: Callable[[], None], device: torch.device, pool: Any
+        self, original: Callable, function: Callable[[], None], *arguments: Any, **options: Any
     ) -> Callable[[], None]:
-        return original(function, device, pool)
+        return original(function, *arguments, **options)
 
     def compile_module(self, original: Callable, module: Any, examples: Any, options: dict) -> Callable:
         return original(module, examples, options=options)
@@ -202,8 +202,7 @@ class StandIn(Machine):
         with super().installed(), graphs, served_graphs:
             yield
 
-    def capture_step(self, original, function, device, pool):
-        function()
+    def capture_step(self, original, function, *arguments, **options):
         return function
 
     def compile_module(self, original, module, examples, options):

@@ -596,8 +596,17 @@ def capture_graph(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[
     return replay
 
 
-def capture_step(function: Callable[[], None], device: torch.device, pool: GraphPool) -> Callable[[], None]:
-    """A function of lasting memory as a graph, which the result starts. Requirements and errors: `capture_graph`"""
+def capture_step(
+    function: Callable[[], None],
+    device: torch.device,
+    pool: GraphPool,
+    *,
+    restore: Callable[[], None] = lambda: None,
+) -> Callable[[], None]:
+    """A function of lasting memory as a graph, which the result starts. Requirements and errors: `capture_graph`
+
+    restore: function that takes back what a call has changed, between calls that warm up
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):  # streams belong to the current device
         current = torch.cuda.current_stream()
@@ -606,6 +615,7 @@ def capture_step(function: Callable[[], None], device: torch.device, pool: Graph
         with torch.cuda.stream(side):  # torch asks for another stream than the default one
             for _ in range(WARM_UP_CALLS):
                 function()
+                restore()
         current.wait_stream(side)
         # Other threads may use the device meanwhile
         with torch.cuda.graph(graph, pool=pool.handle, stream=side, capture_error_mode="thread_local"):

@@ -422,8 +422,9 @@ class Batch:
         if not any(is_running):
             return None
         start = self.clock.mark()
-        values = self.device_loop.launch(is_running, self._randomness(self.requests))
-        return LaunchedRound(list(self.requests), is_running, values, (start, self.clock.mark()))
+        self.device_loop.launch(is_running, self._randomness(self.requests))
+        marks = start, self.clock.mark()  # before the result, whose wait makes them known
+        return LaunchedRound(list(self.requests), is_running, self.device_loop.copy_result(), marks)
 
     def _note_round(self, launched: LaunchedRound) -> None:
         """Waits for the result of a round, unless that was done before."""

@@ -18,7 +18,8 @@ from specdec.core.late_read import LateValues
 from specdec.core.sampling import AnySampling, Randomness, Sampling
 from specdec.core.tree import make_root
 from specdec.proposers.base import Proposer
-from specdec.proposers.heads import HeadProposer, RoundState
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.new_tokens import RoundState
 from specdec.target.verifier import Verifier
 
 
@@ -64,9 +65,13 @@ class DeviceRound:
         )
         state = self.buffers.list_state()
         before = [tensor.clone() for tensor in state]
-        self.start = compile.capture_step(self._run, device, (proposer or verify).runner.pool)
-        for tensor, value in zip(state, before):  # its warm-up has made rounds
-            tensor.copy_(value)
+
+        def restore() -> None:
+            for tensor, value in zip(state, before):
+                tensor.copy_(value)
+
+        pool = (proposer or verify).runner.pool
+        self.start = compile.capture_step(self._run, device, pool, restore=restore)
 
     def _run(self) -> None:
         """Makes one round."""
@@ -123,15 +128,18 @@ class DeviceRound:
             place = numbers.device if source is None else source.device
             values = torch.rand(len(numbers), generator=source, dtype=torch.float64, device=place)
         else:
-            rows = torch.stack([_draw_row(generator, num, numbers.device) for generator in source])
+            drawn_rows = [_draw_row(generator, num) for generator in source]
+            if len({row.device for row in drawn_rows}) > 1:
+                drawn_rows = [row.to(numbers.device) for row in drawn_rows]
+            rows = torch.stack(drawn_rows)
             drawn, verified, last = rows.split([self.num_drawn, self.num_drafts, 1], dim=1)
             values = torch.cat([drawn.T.flatten(), verified.flatten(), last.flatten()])
         copy_from_host(numbers, values)
 
 
-def _draw_row(generator: torch.Generator | None, num: int, device: torch.device) -> Tensor:
-    """[num] random numbers from [0, 1) in float64 of one row"""
-    place = device if generator is None else generator.device
+def _draw_row(generator: torch.Generator | None, num: int) -> Tensor:
+    """[num] random numbers from [0, 1) in float64 of one row; None: of the host"""
+    place = None if generator is None else generator.device
     return torch.rand(num, generator=generator, dtype=torch.float64, device=place)
 
 
@@ -155,15 +163,18 @@ class DeviceLoop:
             buffers.drafter.copy_(proposer.round_state())
             self.drafter_lengths, self.num_waiting = list(proposer.cache.host_lengths), proposer.count_waiting()
 
-    def launch(self, running: list[bool], source: Randomness) -> LateValues:
-        """Starts a round. running [B]: rows that commit tokens. Returns RoundBuffers.result, to be read later."""
+    def launch(self, running: list[bool], source: Randomness) -> None:
+        """Starts a round. running [B]: rows that commit tokens"""
         buffers = self.round.buffers
         if running != self.running:
             self.running = running
             buffers.running.copy_(upload_values([int(runs) for runs in running], buffers.running.device))
         self.round.draw_numbers(source)
         self.round.start()
-        return LateValues(buffers.result)
+
+    def copy_result(self) -> LateValues:
+        """RoundBuffers.result of the round that was started last, to be read later."""
+        return LateValues(self.round.buffers.result)
 
     def note_counts(self, counts: list[int]) -> None:
         """Notes the numbers of tokens [B] that a round committed."""

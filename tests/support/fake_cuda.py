@@ -241,6 +241,8 @@ class FakeCuda(TorchDispatchMode):
             non_blocking = False
         if not non_blocking:
             self.wait("a copy")
+        elif not (uploads or self.capturing):
+            self.launches["copy to the host"] += 1
 
 
 def _name_of(func) -> str:
@@ -283,6 +285,10 @@ def _(input_gates, hidden_gates, state, input_bias=None, hidden_bias=None):
 def _answer_as_device(device: FakeCuda):
     """Within, torch.cuda answers as on an H100."""
 
+    class Event(Stream):
+        def synchronize(self) -> None:
+            device.wait("an event")
+
     class Graph:
         """Stands in for torch.cuda.CUDAGraph."""
 
@@ -297,7 +303,7 @@ def _answer_as_device(device: FakeCuda):
         "get_device_name": lambda *_: PROPERTIES.name, "is_bf16_supported": lambda *_, **__: True,
         "current_device": lambda: 0, "device_count": lambda: 1,
         "mem_get_info": lambda *_: (70 * 2**30, 80 * 2**30), "memory_allocated": lambda *_: 0,
-        "Stream": Stream, "Event": Stream, "current_stream": lambda *_: Stream(), "synchronize": lambda *_: None,
+        "Stream": Stream, "Event": Event, "current_stream": lambda *_: Stream(), "synchronize": lambda *_: None,
         "stream": lambda *_: nothing(), "device": lambda *_: nothing(), "graph_pool_handle": lambda: (0, 1),
         "CUDAGraph": Graph, "graph": lambda *_, **__: device.capture(),
     }  # fmt: skip

@@ -19,15 +19,17 @@ class StepRecorder:
         self.num_starts = 0
         monkeypatch.setattr(compile, "capture_step", self.capture)
 
-    def capture(self, function: Callable[[], None], device, pool) -> Callable[[], None]:
+    def capture(self, function: Callable[[], None], device, pool, *, restore: Callable[[], None]) -> Callable[[], None]:
         for _ in range(compile.WARM_UP_CALLS):
             function()
+            restore()
 
         def run() -> tuple:
             function()
             return ()
 
-        graph = make_fx(run)()
+        graph = make_fx(run)()  # runs it
+        restore()
         nodes = [node for node in graph.graph.nodes if node.op == "get_attr"]
         self.captured.append([getattr(graph, node.target) for node in nodes])
 

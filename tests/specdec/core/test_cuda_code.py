@@ -15,6 +15,7 @@ from specdec.core.tree import TreeShape, make_tree
 from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
+from specdec.target import fused_attention
 from specdec.target.model import Target
 from specdec.target.verifier import Verifier
 from tests.support.cuda_code import Function, generate_code
@@ -41,6 +42,8 @@ def generate_pass(device: FakeCuda, nodes: int, options: dict | None = None) -> 
     with device.paused():
         target = Target.outline(Qwen3Config.from_dict(QWEN3_8B.to_dict() | layers), name="qwen")
     device.move_target(target, reads_length=True)
+    if fast.allows("write", CUDA):
+        fused_attention.fuse_attention(target.layers, lambda: None, max_error=1.0)
     cache = target.cache(1)
     cache.make_room(580)
     cache.commit(torch.full_like(cache.lengths, 500), [500])
@@ -67,6 +70,15 @@ def test_kernels_of_a_layer_of_qwen3_8b(device, nodes, budget, outside):
     others = sum(len(function.kernels) for function in functions) - len(kernels)
     assert outside - 1 <= others <= outside
     assert (nodes == 1) == (not any(name.startswith("extern_kernels") for name in kernels))  # no call of cuBLAS
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("nodes, budget", [(1, 9), (6, 11), (64, 11)])
+def test_kernels_of_a_layer_with_the_kernels_of_this_project(device, nodes, budget):
+    """Of norm, rotary embedding and the write of keys (1), and of attention (2)"""
+    with fast.force_paths("cache", "tree", "write"):
+        kernels = find_layer(generate_pass(device, nodes)).kernels
+    assert budget - 1 <= len(kernels) <= budget, kernels
 
 
 @pytest.mark.triton

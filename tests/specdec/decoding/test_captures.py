@@ -37,7 +37,7 @@ def captures(monkeypatch) -> list[object]:
         captures.append([tensor.shape for tensor in inputs])
         return function
 
-    def capture_step(function, device, pool):
+    def capture_step(function, device, pool, *, restore):
         captures.append("a whole round")
         return function
 
