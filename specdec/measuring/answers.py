@@ -118,10 +118,7 @@ class HeldoutAnswers:
         stored = group.share(_read_stored(path, key, len(prompts)) if group.main else None)
         if stored is not None:
             return stored
-        decoder = self._make_decoder()  # measures the mode of passes before the answers' seconds
-        if decoder is not None:
-            longest = max(len(prompt.tokens) for prompt in prompts)
-            decoder.expect(longest + self.max_new_tokens, batch_size=HELDOUT_ROWS)
+        decoder = self._make_decoder(prompts)  # measures the mode of passes before the answers' seconds
         written = []
         starts = group.mine(range(0, len(prompts), HELDOUT_ROWS))
         for start in progress.track_items(
@@ -141,11 +138,14 @@ class HeldoutAnswers:
             files.cache_document(path, document, "The target's answers to held-out prompts")
         return answers, seconds
 
-    def _make_decoder(self) -> Decoder | None:
-        """A plain decoder; None with an engine"""
+    def _make_decoder(self, prompts: list[Prompt]) -> Decoder | None:
+        """A plain decoder for these prompts; None with an engine"""
         if self.engine is not None:
             return None
-        return Decoder(self.target, None, sampling=self.sampling, stop=self.stop, runner=self.runner)
+        decoder = Decoder(self.target, None, sampling=self.sampling, stop=self.stop, runner=self.runner)
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        decoder.expect(longest + self.max_new_tokens, batch_size=HELDOUT_ROWS)
+        return decoder
 
     def _write(self, decoder: Decoder | None, start: int, prompts: list[list[int]]) -> list[list[int]]:
         """The answers to one group of prompts. decoder: None with an engine; start: number of the first prompt"""

@@ -383,7 +383,7 @@ class AutoProposer(Proposer):
         """Adds the head's candidates level by level, as long as the next level is worth its step."""
         rows, drawn = candidates.rows, not sampling.greedy
         depth = min(head.depth, candidates.room)
-        seen = masks.causal_mask(head.depth, self.target.device).expand(len(rows), -1, -1)
+        seen = masks.causal_mask(depth, self.target.device).expand(len(rows), -1, -1)
         spine = [0] * len(rows)  # [B] node of each row that the next level continues
         distributions: list[Tensor] = []
         timing_name, spent = "absorb", 0.0
@@ -413,8 +413,7 @@ class AutoProposer(Proposer):
             if level == depth or not self._pays_step(candidates, spine, level + 1, drawn=drawn):
                 break
             timing_name, start, compile_seconds = "step", time.perf_counter(), self.compile_seconds
-            num_seen = head.depth - 1 if head.runner.by_shape else level  # entries that follow are not seen
-            state, logits, _ = head.step(level + 1, level - 1, state, drafts, seen[:, level - 1 : level, :num_seen])
+            state, logits, _ = head.step(level + 1, level - 1, state, drafts, seen[:, level - 1 : level, :level])
         head.cache.drop_pending()
         for row_candidates in rows:
             row_candidates.normalise()

@@ -66,8 +66,7 @@ def grow_chain(
             draft = pick_tokens(distributions[-1], draws[d - 1])
         tokens.append(steps.drafter.to_target(draft))
         if d < depth:
-            num_seen = depth - 1 if steps.runner.by_shape else d  # entries that follow are not seen
-            state, logits, _ = steps.step(d + 1, d - 1, state, tokens[-1][:, None], seen[:, d - 1 : d, :num_seen])
+            state, logits, _ = steps.step(d + 1, d - 1, state, tokens[-1][:, None], seen[:, d - 1 : d, :d])
     return make_chain(
         torch.stack(tokens, dim=1), _stack_distributions(steps.drafter, distributions) if distributions else None
     )

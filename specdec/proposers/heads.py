@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdec.core import masks
 from specdec.core.cache import CacheMark, RowCache
@@ -355,11 +354,9 @@ class HeadProposer(Proposer):
                 state, shared_logits[:, d - 2 : d - 1].expand(-1, tokens.shape[1], -1), shared_logits[:, :0]
             )
 
+        d_traced = d
         if self.drafter.repeats_step and self.runner.by_shape:
-            d_traced, most = 2, (self.shape.depth - 1) * self.shape.width
-            seen = F.pad(seen, (0, max(0, most - seen.shape[-1])))  # one shape for all steps
-        else:
-            d_traced = d
+            d_traced, seen = 2, self._widen_seen(seen)
 
         def step(state, tokens, seen, lengths, depth, places, *halves):
             positions = (lengths + depth)[:, None].expand_as(tokens)
@@ -370,6 +367,13 @@ class HeadProposer(Proposer):
         inputs = state, tokens, seen, self.cache.lengths, depth, places
         state, logits = self._run_step(self.runner, ("step", d_traced), step, *inputs)
         return StepOutput(state, logits, logits[:, :0])
+
+    def _widen_seen(self, seen: Tensor) -> Tensor:
+        """`seen` of a step with as many entries as in the last step, so that all steps have one shape."""
+        num, most = seen.shape[-1], (self.shape.depth - 1) * self.shape.width
+        wide = seen.new_zeros(*seen.shape[:2], max(num, most))
+        wide[..., :num] = seen
+        return wide
 
     def _run_step(self, runner: Runner, name: object, function: Callable[..., Any], *inputs: Tensor) -> Any:
         """function(*inputs, *K and V of the cache), as a CUDA graph if steps are captured."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specdec.core import cache, cached_keys, fast, masks, rules
+from specdec.core.cache_memory import CacheMemory
 from specdec.core.cached_keys import attend_cached, find_cached_keys
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
@@ -156,7 +157,8 @@ def test_an_opening_has_no_mask_and_reads_as_many_keys_as_it_has(monkeypatch):
 
     with fast.force_paths("cache"):
         assert target.reads_openings
-        prefill = Prefill(target, (), prompts_of(target, 0, (200, 150)), room=500)
+        prefill = Prefill(target, (), prompts_of(target, 0, (200, 150)))
+        prefill.cache.use_memory(500, CacheMemory())
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
         prefill.advance(240)
         assert calls == [(120, True)] * 3
