@@ -5,6 +5,7 @@ without the host, which reads the accepted tokens of a round while the next one 
 that an answer has ended: its row then runs one round in vain. docs/gpu.md says which decoders have such rounds.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -43,14 +44,13 @@ class RoundBuffers:
 class DeviceRound:
     """A round of B rows that a device makes alone, captured.
 
-    cache, verify, proposer: parts of a batch, whose memory the round keeps; proposer None: plain decoding
+    cache, verify, proposer: parts of a batch, of which only addresses stay here; proposer None: plain decoding
     """
 
     def __init__(self, cache: RowCache, verify: Verifier, proposer: HeadProposer | None, sampling: Sampling):
-        self.cache, self.verify, self.proposer, self.sampling = cache, verify, proposer, sampling
-        self.depth, self.num_drafts, self.num_drawn = 0, 0, 0
+        self.sampling, self.num_drafts, self.num_drawn, depth = sampling, 0, 0, 0
         if proposer is not None:
-            self.depth, self.num_drafts = proposer.depth, proposer.nodes
+            depth, self.num_drafts = proposer.depth, proposer.nodes
             self.num_drawn = proposer.count_draws(sampling)  # random numbers of a row's drafts
         num_draws = 0 if sampling.greedy else self.num_drawn + self.num_drafts + 1
         num_rows, device = len(cache.lengths), cache.lengths.device
@@ -61,7 +61,7 @@ class DeviceRound:
             drafter=None if proposer is None else proposer.round_state().clone(),
             running=torch.ones_like(cache.lengths),
             numbers=torch.zeros(num_draws * num_rows, dtype=torch.float64, device=device),
-            result=torch.zeros(num_rows, self.depth + 2, dtype=torch.long, device=device),
+            result=torch.zeros(num_rows, depth + 2, dtype=torch.long, device=device),
         )
         state = self.buffers.list_state()
         before = [tensor.clone() for tensor in state]
@@ -70,32 +70,32 @@ class DeviceRound:
             for tensor, value in zip(state, before):
                 tensor.copy_(value)
 
-        pool = (proposer or verify).runner.pool
-        self.start = compile.capture_step(self._run, device, pool, restore=restore)
+        run = functools.partial(self._run, cache, verify, proposer)
+        self.start = compile.capture_step(run, device, (proposer or verify).runner.pool, restore=restore)
 
-    def _run(self) -> None:
+    def _run(self, cache: RowCache, verify: Verifier, proposer: HeadProposer | None) -> None:
         """Makes one round."""
         buffers, state = self.buffers, self.buffers.drafter
         num_rows = len(buffers.lengths)
 
         # Draft a tree.
         tree = make_root(buffers.newest)
-        if self.proposer and state:
+        if proposer and state:
             draws = buffers.numbers[: self.num_drawn * num_rows].view(-1, num_rows, 1).unbind()
-            tree, state = self.proposer.draft_from_state(state, self.sampling, draws)
+            tree, state = proposer.draft_from_state(state, self.sampling, draws)
 
         # Verify it.
         places = torch.arange(tree.tokens.shape[1], device=buffers.lengths.device)
-        view = self.cache.with_tensors(
-            self.cache.keys_and_values,
+        view = cache.with_tensors(
+            cache.keys_and_values,
             buffers.lengths,
             skipped=buffers.skipped,
             slots=buffers.lengths[:, None] + places,
         )
-        verdict = self.verify.decide(tree, view, self._fix_draws(), self.sampling)
+        verdict = verify.decide(tree, view, self._fix_draws(), self.sampling)
 
         # Keep the accepted path, and change the state.
-        path, following = verdict.follow_path(tree, self.depth)
+        path, following = verdict.follow_path(tree, proposer.depth if proposer else 0)
         features = verdict.output.features
         if not tree.linear:
             view.keep_path(path)
