@@ -9,7 +9,9 @@ READY := .venv/ready $(TARGET)/config.json
 
 # For `make gpu`: pure Python, as a GPU machine's image may lack them; those with compiled parts must be there
 GPU_WHEELS := accelerate datasets dill execnet gguf hydra-core iniconfig jinja2 markdown-it-py mdurl \
-  multiprocess omegaconf peft pluggy pygments pytest pytest-xdist rich
+  annotated-types multiprocess omegaconf peft pluggy pydantic pygments pytest pytest-xdist rich typing-inspection
+# With compiled parts, for Linux on x86-64
+GPU_BINARY_WHEELS := pydantic-core xxhash
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
 GPU_PROCESSES ?= 8
@@ -90,6 +92,8 @@ gpu-wheels: .venv/ready
 	rm -rf gpu-wheels
 	$(BIN)/pip download --quiet --no-deps --constraint constraints.txt --dest gpu-wheels \
 	  --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) --platform any --abi none $(GPU_WHEELS)
+	$(BIN)/pip download --quiet --no-deps --constraint constraints.txt --dest gpu-wheels \
+	  --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) --platform manylinux2014_x86_64 $(GPU_BINARY_WHEELS)
 	$(BIN)/pip wheel --quiet --no-deps --constraint constraints.txt --wheel-dir gpu-wheels antlr4-python3-runtime
 
 # Without wheels the script says what to do.
@@ -105,4 +109,4 @@ gpu-test: .venv-gpu/ready
 
 # Writes gpu_report.jsonl and gpu_report.md, figure by figure; GPU_OPTIONS="part=1 out=folder/" and others: --help
 gpu: .venv-gpu/ready
-	@$(GPU) -m benchmarks.gpu_report processes=$(GPU_PROCESSES) $(GPU_OPTIONS)
+	@$(GPU) -m benchmarks.gpu_report $(GPU_OPTIONS)

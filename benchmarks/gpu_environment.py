@@ -14,7 +14,10 @@ import venv
 from pathlib import Path
 
 NEVER = ("torch-", "triton-", "nvidia_", "numpy-", "transformers-", "tokenizers-")  # those of the machine are used
-NEEDED = "torch transformers accelerate hydra omegaconf rich pytest xdist matplotlib psutil gguf".split()
+NEEDED = (
+    "torch transformers accelerate hydra omegaconf rich pytest xdist matplotlib psutil gguf pydantic pydantic_core "
+    "xxhash filelock datasets"
+).split()
 
 
 def main() -> None:

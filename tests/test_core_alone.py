@@ -18,7 +18,9 @@ CORE_VERBS = ("answer", "datastore", "evaluate", "export", "generate", "report",
 IMPORT_ALL = """
 import importlib, pathlib, sys
 for path in sorted(pathlib.Path(sys.argv[1]).rglob("specdec/**/*.py")):
-    importlib.import_module(".".join(path.relative_to(sys.argv[1]).with_suffix("").parts).removesuffix(".__init__"))
+    name = ".".join(path.relative_to(sys.argv[1]).with_suffix("").parts).removesuffix(".__init__")
+    if name != "specdec.core.tree_kernels":  # needs triton
+        importlib.import_module(name)
 """
 
 

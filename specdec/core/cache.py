@@ -266,14 +266,41 @@ class RowCache(transformers.Cache):
 
     def _grow(self, end: int) -> None:
         """Raises the capacity, if needed, to at least `end` entries."""
-        added = 0
-        while self.capacity + added < end:
-            added += self.capacity + added
-        if added:
+        if end <= self.capacity:
+            return
+        capacity, groups = self._take_larger_groups(end)
+        added = capacity - self.capacity
+        if groups is None:
             groups = {shape: F.pad(group, (0, 0, 0, added)) for shape, group in self.groups.items()}
-            self.positions = None if self.positions is None else F.pad(self.positions, (0, added))
-            self.release()
-            self._set_groups(groups, len(self.host_lengths), self.capacity + added)
+        else:
+            for shape, group in self.groups.items():
+                groups[shape][:, : group.shape[1], :, : self.capacity] = group
+        self.positions = None if self.positions is None else F.pad(self.positions, (0, added))
+        self._set_groups(groups, len(self.host_lengths), capacity)
+
+    def _take_larger_groups(self, end: int) -> tuple[int, Groups | None]:
+        """A capacity of at least `end`, and K and V of it from this cache's memory; None if it has none.
+
+        Gives the smaller ones back.
+        """
+        memory = self.memory
+        self.release()
+        if memory is not None:
+            num_rows = len(self.host_lengths)
+            memory.expect(end, num_rows)
+            free_bytes = count_free_bytes(self.lengths.device)
+            groups = memory.take_groups(self._count_shapes(), num_rows=num_rows, free_bytes=free_bytes)
+            if groups is not None:
+                self.memory, self.room = memory, memory.num_entries
+                return memory.capacity, groups
+        capacity = max(self.capacity, 1)
+        while capacity < end:
+            capacity *= 2
+        return capacity, None
+
+    def make_room_for(self, num: int) -> None:
+        """Raises the capacity, if needed, for rows of `num` entries."""
+        self._grow(num)
 
     def reserve(self, num: int, counts: list[int] | None = None) -> None:
         """Announces `num` entries of the next forward pass, behind the committed and pending ones.

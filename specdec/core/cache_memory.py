@@ -9,7 +9,6 @@ from torch import Tensor
 
 MIN_CAPACITY = 256  # entries of a row; larger capacities are powers of two, so that few shapes occur
 MAX_MEMORY_SHARE = 0.25  # of a GPU's free memory; an answer that ends early would waste more
-MAX_FREE_GROUPS = 2  # sets of K and V that wait for later answers
 
 
 @dataclass(frozen=True)
@@ -38,39 +37,53 @@ class CacheMemory:
     def __init__(self) -> None:
         self.num_entries = 0  # of the longest row that was announced
         self.num_rows = 1
+        self.row_limit: int | None = None  # rows that the device has memory for; None: not known
         self.free_groups: list[Groups] = []
-
-    def expect(self, num_entries: int, num_rows: int) -> None:
-        """Announces caches of so many entries in so many rows."""
-        self.num_entries = max(self.num_entries, num_entries)
-        self.num_rows = max(self.num_rows, num_rows)
+        self.num_used, self.most_used = 0, 0  # sets of K and V in use now, and at most so far
 
     @property
     def capacity(self) -> int:
         return max(MIN_CAPACITY, 1 << (self.num_entries - 1).bit_length())
+
+    def expect(self, num_entries: int, num_rows: int) -> None:
+        """Announces caches of so many entries in so many rows."""
+        capacity = self.capacity
+        self.num_entries = max(self.num_entries, num_entries)
+        if self.capacity > capacity:
+            self.row_limit = None
+        self.num_rows = max(self.num_rows, num_rows)
+        if self.row_limit is not None:
+            self.num_rows = min(self.num_rows, self.row_limit)
 
     def take_groups(self, counts: Mapping[EntryShape, int], *, num_rows: int, free_bytes: float) -> Groups | None:
         """Zero K and V for at least `num_rows` rows; None if they need more than a share of the free memory.
 
         counts: number of K and V of each shape; num_rows: rows needed now; free_bytes: free memory of the device
         """
+        self.num_rows = max(self.num_rows, num_rows)
         self.free_groups = [groups for groups in self.free_groups if self._fits(groups)]
-        if self.free_groups:
-            groups = self.free_groups.pop()
+        groups = self.free_groups.pop() if self.free_groups else self._make_groups(counts, num_rows, free_bytes)
+        if groups is not None:
+            self.num_used += 1
+            self.most_used = max(self.most_used, self.num_used)
             for group in groups.values():
                 group.zero_()  # hidden entries must be finite, too
-            return groups
+        return groups
+
+    def _make_groups(self, counts: Mapping[EntryShape, int], num_rows: int, free_bytes: float) -> Groups | None:
+        """New K and V for as many rows as fit, but at least `num_rows`; None if not even these fit."""
         row_bytes = self.capacity * sum(num * shape.num_bytes for shape, num in counts.items())
         while self.num_rows > num_rows and self.num_rows * row_bytes > MAX_MEMORY_SHARE * free_bytes:
-            self.num_rows = max(num_rows, self.num_rows // 2)
+            self.row_limit = self.num_rows = max(num_rows, self.num_rows // 2)
         if self.num_rows * row_bytes > MAX_MEMORY_SHARE * free_bytes:
             return None
         return make_groups(counts, self.num_rows, self.capacity)
 
     def keep_groups(self, groups: Groups) -> None:
-        """Keeps K and V of an ended answer for a later one."""
+        """Keeps K and V of an ended answer for a later one: as many sets as were in use at once."""
+        self.num_used -= 1
         if self._fits(groups):
-            self.free_groups = [*self.free_groups, groups][-MAX_FREE_GROUPS:]
+            self.free_groups = [*self.free_groups, groups][-self.most_used :]
 
     def _fits(self, groups: Groups) -> bool:
         """Whether they have the present number of rows and capacity."""

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.exc import TorchDynamoException
-from torch._inductor.exc import InductorError
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -463,15 +461,16 @@ def run_block(function: Callable, module: nn.Module, *inputs, **options):
         _called_compiled.add(function)
         return result
     except Exception as error:
-        if function in _called_compiled and not isinstance(error, TorchDynamoException | InductorError):
+        if function in _called_compiled and not type(error).__module__.startswith(COMPILERS):
             raise
-        cause = getattr(error, "inner_exception", error)  # the error of a backend
+        cause = name_cause(getattr(error, "inner_exception", error))  # the error of a backend
     result = function(module, *inputs, **options)
     _not_compiled.add(function)
-    fast.leave_out("blocks", f"{function.__qualname__} could not be compiled ({name_cause(cause)})")
+    fast.leave_out("blocks", f"{function.__qualname__} could not be compiled ({cause})")
     return result
 
 
+COMPILERS = "torch._dynamo", "torch._inductor"  # packages whose errors are those of compiling
 _called_compiled: set[Callable] = set()
 _not_compiled: set[Callable] = set()
 

@@ -10,6 +10,7 @@ Proofs are kept on disk, each with a digest of the code that it proves. Failures
 import contextlib
 import hashlib
 import importlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -140,7 +141,8 @@ def _prove_paths(device: torch.device) -> dict[str, str]:
         machine = {
             "device": torch.cuda.get_device_name(device),
             "torch": torch.__version__,
-            "driver": str(torch.version.cuda or torch.version.hip),
+            "cuda": str(torch.version.cuda or torch.version.hip),
+            "triton": find_version("triton"),
         }
         file = find_cache_folder() / "fast" / f"{hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16]}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +155,24 @@ def _prove_paths(device: torch.device) -> dict[str, str]:
     return _proved[device]
 
 
-def _complete_proofs(file: Path, machine: dict[str, str], device: torch.device, start_time: float) -> dict[str, str]:
+def find_version(package: str) -> str | None:
+    """The version of an installed package; None without it"""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# Beginnings of reasons that stay true for the same packages and code
+LASTING_REASONS = "needs the package", "No module named"
+
+
+def _is_lasting(why: str) -> bool:
+    """Whether a proof, or the reason of a failure, holds for all processes."""
+    return not why or why.startswith(LASTING_REASONS)
+
+
+def _complete_proofs(file: Path, machine: dict, device: torch.device, start_time: float) -> dict[str, str]:
     """{path: why it failed, or ""}. Proves the paths whose code has no proof in `file`, and writes the new proofs.
 
     start_time: time since when this process waits. Failures of another process since then count for this one, too.
@@ -161,24 +180,28 @@ def _complete_proofs(file: Path, machine: dict[str, str], device: torch.device, 
     modules = {path: [check.partition(":")[0], *PROVED_CODE.get(path, [])] for path, check in PATHS.items()}
     proof_of_path = {path: f"{path} {digest_sources(*names)}" for path, names in modules.items()}
     proofs, results = _read_proofs(file, start_time)
-    results |= {path: "" for path, proof in proof_of_path.items() if proof in proofs}
+    results |= {path: proofs[proof] for path, proof in proof_of_path.items() if proof in proofs}
     missing = [path for path in PATHS if path not in results]
     if missing:
         results |= _run_checks(device, missing)
-        proofs += [proof_of_path[path] for path in missing if not results[path]]
+        proofs |= {proof_of_path[path]: results[path] for path in missing if _is_lasting(results[path])}
         failures = {path: why for path, why in results.items() if why}
         document = {"machine": machine, "proofs": proofs, "failures": failures, "time": time.time()}
         write_text(file, json.dumps(document, indent=1))
     return results
 
 
-def _read_proofs(file: Path, start_time: float) -> tuple[list[str], dict[str, str]]:
-    """Earlier proofs, each a path and a digest, and failures since `start_time`; none if the file is damaged"""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+def _read_proofs(file: Path, start_time: float) -> tuple[dict[str, str], dict[str, str]]:
+    """Earlier proofs, and failures since `start_time`; none if the file is damaged.
+
+    Proofs are {path and digest: "", or why it cannot be used with these packages}.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         document = read_json(file)
         failures = document["failures"] if document["time"] >= start_time else {}
-        return list(document["proofs"]), {path: str(failures[path]) for path in PATHS if path in failures}
-    return [], {}
+        proofs = {str(proof): str(why) for proof, why in document["proofs"].items()}
+        return proofs, {path: str(failures[path]) for path in PATHS if path in failures}
+    return {}, {}
 
 
 def _run_checks(device: torch.device, paths: Sequence[str]) -> dict[str, str]:
@@ -194,13 +217,19 @@ def _run_checks(device: torch.device, paths: Sequence[str]) -> dict[str, str]:
             lines = process.stdout.splitlines()
             end = f"ended its process with {process.returncode}"
         except subprocess.TimeoutExpired as late:
-            lines = (late.stdout or b"").decode(errors="replace").splitlines()
+            lines = _read_lines(late.stdout)
             end = f"took more than {late.timeout:.0f} s"
         for line in lines:
             if line.startswith("{"):
                 results |= json.loads(line)
         results.setdefault(next((path for path in missing if path not in results), missing[0]), end)
     return results
+
+
+def _read_lines(output: bytes | str | None) -> list[str]:
+    """Lines of a process that was ended: bytes, or a text on Windows"""
+    text = output.decode(errors="replace") if isinstance(output, bytes) else output
+    return (text or "").splitlines()
 
 
 def compare_with_reference(

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from specdec.core import fast
+from specdec.core.devices import name_cause
 
 # Bits of the boundary that one pass over the tokens finds, by 2^bits - 1 sums in float64. A generated kernel with 7
 # sums needs 98 to 184 registers of sm_90 and no spills; most ones with 15 sums spill (counted by ptxas).
@@ -25,13 +25,18 @@ def keep_nucleus(logits: Tensor, top_p: float) -> Tensor:
 
     A sort of all tokens costs 4 to 10 ms a row on a CPU, so a CPU sorts few. A GPU searches a threshold instead.
     """
-    if get_proxy_mode() is not None:
-        return keep_nucleus_by_threshold(logits, top_p)
-    if fast.allows("nucleus", logits.device):
-        return keep_nucleus_by_threshold(logits, top_p, _choose_search(logits.device))
+    if logits.device not in _unable_devices and fast.allows("nucleus", logits.device):
+        try:
+            return keep_nucleus_by_threshold(logits, top_p, _choose_search(logits.device))
+        except Exception as error:  # compilers raise errors of any kind, at a width that the proof did not have
+            _unable_devices.add(logits.device)
+            fast.leave_out("nucleus", f"it could not be compiled ({name_cause(error)})")
     if logits.device.type == "cpu":
         return _keep_nucleus_of_few(logits, top_p)
     return keep_nucleus_by_sort(logits, top_p)
+
+
+_unable_devices: set[torch.device] = set()
 
 
 def keep_nucleus_by_sort(logits: Tensor, top_p: float) -> Tensor:
@@ -129,14 +134,15 @@ def _sum_where(mask: Tensor, probs: Tensor) -> Tensor:
 
 @functools.cache
 def _choose_search(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """`search_nucleus`, compiled once for all numbers of rows on a GPU."""
+    """`search_nucleus`, compiled once for all numbers of rows on a GPU. torch would compile a single row apart."""
     if device.type != "cuda":
         return search_nucleus
     compiled = torch.compile(search_nucleus, fullgraph=True)
 
     def search(logits: Tensor, limit: Tensor) -> Tensor:
-        torch._dynamo.maybe_mark_dynamic(logits, 0)
-        return compiled(logits, limit)
+        rows = logits.expand(2, -1).contiguous() if len(logits) == 1 else logits
+        torch._dynamo.maybe_mark_dynamic(rows, 0)
+        return compiled(rows, limit)[: len(logits)]
 
     return search
 
@@ -152,7 +158,8 @@ def check_nucleus(device: torch.device) -> None:
     logits[4] = -torch.inf
     logits[4, 5:900] = 0
     for top_p in (0.1, 0.9, 0.999):
-        kept = keep_nucleus_by_threshold(logits.to(device), top_p, _choose_search(device)).cpu().isfinite()
+        parts = [keep_nucleus_by_threshold(rows.to(device), top_p, _choose_search(device)) for rows in logits.split(5)]
+        kept = torch.cat(parts).cpu().isfinite()
         least, most = (
             keep_nucleus_by_sort(logits.double(), share).isfinite() for share in (top_p - 1e-6, top_p + 1e-6)
         )

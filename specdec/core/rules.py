@@ -27,6 +27,14 @@ from specdec.core.tree import Tree
 AcceptedPath = tuple[Tensor, Tensor, Tensor]  # path, num_kept, next_token
 
 
+def choose_draw_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of random numbers: that of probabilities on a CPU, elsewhere float64, as in captured rounds
+
+    A generator gives other numbers in another dtype.
+    """
+    return dtype if device.type == "cpu" else torch.float64
+
+
 class Draws:
     """The random decisions of the rules. Tests replace them by an enumeration.
 
@@ -42,7 +50,7 @@ class Draws:
         row_mask [B] bool: rows to decide; all others get False, without a draw
         """
         device = probability.device
-        dtype = probability.dtype
+        dtype = choose_draw_dtype(device, probability.dtype)
         rows_to_draw = row_mask if device.type == "cpu" else None  # on a GPU, reading the mask costs more than a draw
         return row_mask & (draw_uniform(len(probability), self.source, device, dtype, rows_to_draw) < probability)
 
@@ -53,11 +61,13 @@ class Draws:
     def accept_all(self, probability: Tensor) -> Tensor:
         """probability [B, N] -> [B, N] bool, each node decided by a draw of its own, in one go"""
         rows, num = probability.shape
-        return self._draw_numbers(rows, num, probability.device, probability.dtype) < probability
+        dtype = choose_draw_dtype(probability.device, probability.dtype)
+        return self._draw_numbers(rows, num, probability.device, dtype) < probability
 
-    def draw_ahead(self, rows: int, num: int, device: torch.device, dtype: torch.dtype) -> "FixedDraws":
+    def draw_ahead(self, rows: int, num: int, device: torch.device) -> "FixedDraws":
         """All draws of a rule over trees of `num` nodes, as inputs of a captured function"""
-        return FixedDraws(self._draw_numbers(rows, num - 1, device, dtype), draw_column(rows, self.source, device))
+        numbers = self._draw_numbers(rows, num - 1, device, torch.float64)
+        return FixedDraws(numbers, draw_column(rows, self.source, device))
 
     def _draw_numbers(self, rows: int, num: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """`num` draws of each row [B, num], in the order of its nodes"""

@@ -122,13 +122,15 @@ class BatchRound:
 class LaunchedRound:
     """A round that the device makes alone.
 
-    requests, is_running [B]: the rows at its start; marks: start and end on the device
+    requests, is_running [B]: the rows at its start; num_drafted: nodes of a tree, without the root
+    marks: start and end on the device
     values: tokens and their number for each row, to be read later
     `tokens`, `counts`: the same on the host, once they were read
     """
 
     requests: list[Request]
     is_running: list[bool]
+    num_drafted: int
     values: LateValues
     marks: tuple[Moment, Moment]
     tokens: list[list[int]] = field(default_factory=list)
@@ -236,14 +238,17 @@ class Batch:
         self.default_sampling = verify.sampling  # sampling of requests that have none of their own
         self.sampling: AnySampling = self.default_sampling  # sampling of all rows
         self.runner = verify.runner
-        self.num_nodes = 1 + (proposer.nodes if proposer else 0)  # nodes of a tree, with its root
+        # Entries behind an answer: a tree, and what two rounds commit of which the host does not know
+        depth, nodes = (proposer.depth, proposer.nodes) if proposer else (0, 0)
+        self.reserve = 1 + nodes + 2 * (1 + depth)
         # K and V of this kind of batch, and of prompts that join one
-        self.memory = self.runner.memories["rows", verify.hidden_states, self.num_nodes]
+        self.memory = self.runner.memories["rows", verify.hidden_states, self.reserve, max_rows]
         self.joining_memory = self.runner.memories["joining prompts"]
         self.clock = RoundClock(target.device, self._compile_seconds)
         self.previous_round_marks: tuple[Moment, ...] = ()  # after the wait, after the commit, at the end
         self.device_loop: DeviceLoop | None = None  # rounds of the device alone; None: the host takes part
         self.launched: LaunchedRound | None = None  # the last of them, not delivered yet
+        self.proposer_began = False  # whether the proposer has read this batch's prompts
         self.requests: list[Request] = []
 
     @property
@@ -275,12 +280,12 @@ class Batch:
 
     def expect(self, longest: int) -> None:
         """Announces texts of at most `longest` tokens with their answers, so that one capacity serves all."""
-        self.memory.expect(longest + 2 * self.num_nodes, self.max_rows)
+        self.memory.expect(longest + self.reserve, self.max_rows)
 
     def _count_room(self, requests: list[Request]) -> int:
-        """Entries that the longest answer and a tree behind it may need."""
-        longest = max((len(request.prompt) + request.tokens_left for request in requests), default=0)
-        return longest + 2 * self.num_nodes  # twice: a round of the device alone may run in vain
+        """Entries that the longest answer and what is behind it may need."""
+        lengths = (len(request.prompt) + len(request.tokens) + request.tokens_left for request in requests)
+        return max(lengths, default=0) + self.reserve
 
     def _allocate_rows(self, cache: RowCache, requests: list[Request]) -> None:
         """Gives the cache of a new batch its K and V; if passes are captured, for as many rows as may run."""
@@ -362,15 +367,17 @@ class Batch:
         """Ends the batch, and lets the proposer learn from its answers. The batch may be used again."""
         self.device_loop = self.launched = None
         if self.requests:
-            if self.proposer:
+            if self.proposer and self.proposer_began:
                 self.proposer.finish(self._answer_lengths())
             self.cache.release()
-        self.requests = []
+        self.requests, self.proposer_began = [], False
 
     # Rounds of the device alone
 
     def _enters_device(self) -> bool:
         """Whether the device makes the next rounds alone, as it then does until requests join or the batch ends."""
+        if not self.runner.cuda_graphs:
+            return False
         if self.device_loop is None and self._has_room_for_device():
             device_round = find_device_round(self.cache, self.verify, self.proposer, self.sampling)
             if device_round is not None:
@@ -379,10 +386,12 @@ class Batch:
         return self.device_loop is not None
 
     def _has_room_for_device(self) -> bool:
-        """Whether no grammar needs the host, and a round in vain stays within the target's positions."""
-        longest = max(len(request.prompt) + len(request.tokens) + request.tokens_left for request in self.requests)
-        limit = self.target.max_positions
-        return not any(self._constraints()) and (limit is None or longest + 2 * self.num_nodes <= limit)
+        """Whether no grammar needs the host, and rounds in vain stay within the caches and the target's positions."""
+        room, limit = self._count_room(self.requests), self.target.max_positions
+        fits = room <= self.cache.capacity and (limit is None or room <= limit)
+        if fits and isinstance(self.proposer, HeadProposer):
+            fits = self.proposer.room <= self.proposer.cache.capacity
+        return fits and not any(self._constraints())
 
     def _run_on_device(self, compile_seconds: float) -> BatchRound:
         """Starts the next round on the device, and delivers the tokens of the one before.
@@ -409,7 +418,7 @@ class Batch:
         compile_seconds = self._compile_seconds() - compile_seconds
         seconds = max(self.clock.seconds(*launched.marks), host_seconds)
         cost = RoundCost(seconds, compile_seconds, {"round": seconds})
-        round_ = BatchRound(requests, tokens, rows, num_kept, self.num_nodes - 1, cost)
+        round_ = BatchRound(requests, tokens, rows, num_kept, launched.num_drafted, cost)
         round_.record()
         return round_
 
@@ -424,7 +433,8 @@ class Batch:
         start = self.clock.mark()
         self.device_loop.launch(is_running, self._randomness(self.requests))
         marks = start, self.clock.mark()  # before the result, whose wait makes them known
-        return LaunchedRound(list(self.requests), is_running, self.device_loop.copy_result(), marks)
+        num_drafted, values = self.device_loop.round.num_drafts, self.device_loop.copy_result()
+        return LaunchedRound(list(self.requests), is_running, num_drafted, values, marks)
 
     def _note_round(self, launched: LaunchedRound) -> None:
         """Waits for the result of a round, unless that was done before."""
@@ -468,8 +478,11 @@ class Batch:
             num_rows = max(num_rows, min(1 << (num_rows - 1).bit_length(), self.max_rows))
         if num_rows > num_before:
             self._select([*range(num_before), *[0] * (num_rows - num_before)], self._answer_lengths())
-            sampling = self.requests[0].sampling
-            self.requests[num_before:] = [Request([], 0, sampling=sampling) for _ in range(num_rows - num_before)]
+            first = self.requests[0]
+            generator = None if first.generator is None else torch.Generator()
+            self.requests[num_before:] = [
+                Request([], 0, generator, first.sampling) for _ in range(num_rows - num_before)
+            ]
 
     def _select(self, rows: list[int], answer_lengths: list[int]) -> None:
         """Goes on with these rows only, in this order. answer_lengths [B]: tokens of each answer"""
@@ -495,14 +508,15 @@ class Batch:
     def _open(self, requests: list[Request], prefill: Prefill) -> Tensor:
         """Starts a new batch with these requests, and returns the first token of each answer [R], or NO_TOKEN."""
         self.close()
-        self.requests, self.previous_round_marks = list(requests), ()
         self.cache = self._take_cache(prefill, requests)
+        self.requests, self.previous_round_marks = list(requests), ()
         first, self.last_tokens, self.penalised_tokens, opening = self._start_answers(requests, prefill)
         self._update_sampling(new=True)
         if self.proposer:
             self.proposer.attach_cache(self.cache)
             self.proposer.begin(opening.tokens, opening.num)
             self.proposer.commit(opening.following, opening.features, opening.num, opening.counts)
+            self.proposer_began = True
         self._add_rows(0)
         return first
 
@@ -528,6 +542,8 @@ class Batch:
         # Replace these rows in all that is kept for each row.
         first, last_tokens, penalised, opening = self._start_answers(requests, prefill)
         index = upload_values(rows, last_tokens.device)
+        if self.cache.memory is not None:
+            self.cache.make_room_for(self._count_room(requests))
         self.cache.replace(rows, prefill.cache)
         prefill.cache.release()
         self.last_tokens = self.last_tokens.index_copy(0, index, last_tokens)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -126,26 +127,25 @@ class Decoder:
         rows = {id(request): row for row, request in enumerate(requests)}
 
         # Read the prompts.
-        batch = self.batch(generator, max_rows=len(prompts))
-        first = batch.admit(requests)
-        result.prefill_seconds += sum(request.generation.prefill_seconds for request in requests)
-        _raise_fault(requests)
-        yield Round(first, [0] * len(prompts))
-
-        # Run rounds; a finished row emits nothing.
-        while batch.running:
-            round_ = batch.run_round()
+        with closing(self.batch(generator, max_rows=len(prompts))) as batch:
+            first = batch.admit(requests)
+            result.prefill_seconds += sum(request.generation.prefill_seconds for request in requests)
             _raise_fault(requests)
-            emitted: list[list[int]] = [[] for _ in prompts]
-            accepted = [0] * len(prompts)
-            for request, tokens, count in zip(round_.requests, round_.tokens, round_.accepted):
-                row = rows[id(request)]
-                emitted[row], accepted[row] = tokens, count
-                result.accepted[row].append(count)
-            result.drafted.append(round_.num_drafted)
-            result.add_times(round_.cost)
-            yield Round(emitted, accepted)
-        batch.close()
+            yield Round(first, [0] * len(prompts))
+
+            # Run rounds; a finished row emits nothing.
+            while batch.running:
+                round_ = batch.run_round()
+                _raise_fault(requests)
+                emitted: list[list[int]] = [[] for _ in prompts]
+                accepted = [0] * len(prompts)
+                for request, tokens, count in zip(round_.requests, round_.tokens, round_.accepted):
+                    row = rows[id(request)]
+                    emitted[row], accepted[row] = tokens, count
+                    result.accepted[row].append(count)
+                result.drafted.append(round_.num_drafted)
+                result.add_times(round_.cost)
+                yield Round(emitted, accepted)
 
     def answers(
         self, prompts: Iterable[list[int]], max_new_tokens: int, **arguments: Any
@@ -173,32 +173,37 @@ class Decoder:
         """
         if batch_size < 1:
             raise ValueError(f"rows={batch_size} must be at least 1.")
-        batch, numbered_prompts = self.batch(max_rows=batch_size), enumerate(prompts)
+        numbered_prompts = enumerate(prompts)
         numbers: dict[int, int] = {}
-        while True:
-            # Admit as many prompts as there are free rows.
-            taking_part, emitted = [], list[list[int]]()
-            for number, prompt in itertools.islice(numbered_prompts, batch.count_free(batch_size)):
+
+        def take_requests(num_free: int) -> list[Request]:
+            requests = []
+            for number, prompt in itertools.islice(numbered_prompts, num_free):
                 random_numbers, grammar = generator(number), constraint(number)
                 request = Request(prompt, max_new_tokens, generator=random_numbers, constraint=grammar)
                 numbers[id(request)] = number
-                taking_part.append(request)
-            if taking_part:
-                self.check([request.prompt for request in taking_part], max_new_tokens)
-                emitted = batch.admit(taking_part)
-            elif not batch.running:
-                break
+                requests.append(request)
+            return requests
 
-            # Run a round, unless an answer has ended with its first token: its row is free.
-            if all(request.tokens_left for request in taking_part):
-                round_ = batch.run_round()
-                taking_part, emitted = round_.requests, emitted + round_.tokens
+        with closing(self.batch(max_rows=batch_size)) as batch:
+            while True:
+                # Admit as many prompts as there are free rows.
+                taking_part, emitted = take_requests(batch.count_free(batch_size)), list[list[int]]()
+                if taking_part:
+                    self.check([request.prompt for request in taking_part], max_new_tokens)
+                    emitted = batch.admit(taking_part)
+                elif not batch.running:
+                    break
 
-            # Hand out the answers that have ended.
-            ended = [request for request in taking_part if not request.tokens_left]
-            _raise_fault(ended)
-            yield sum(map(len, emitted)), [(numbers.pop(id(request)), request.generation) for request in ended]
-        batch.close()
+                # Run a round, unless an answer has ended with its first token: its row is free.
+                if all(request.tokens_left for request in taking_part):
+                    round_ = batch.run_round()
+                    taking_part, emitted = round_.requests, emitted + round_.tokens
+
+                # Hand out the answers that have ended.
+                ended = [request for request in taking_part if not request.tokens_left]
+                _raise_fault(ended)
+                yield sum(map(len, emitted)), [(numbers.pop(id(request)), request.generation) for request in ended]
 
     def batch(self, generator: torch.Generator | None = None, *, max_rows: int = 1) -> Batch:
         """An empty batch for requests that come and go.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.core import compile, rules
 from specdec.core.cache import RowCache
-from specdec.core.devices import copy_from_host, upload_values
+from specdec.core.devices import copy_from_host, upload_tensor, upload_values
 from specdec.core.late_read import LateValues
 from specdec.core.sampling import AnySampling, Randomness, Sampling
 from specdec.core.tree import make_root
@@ -50,7 +50,7 @@ class DeviceRound:
     def __init__(self, cache: RowCache, verify: Verifier, proposer: HeadProposer | None, sampling: Sampling):
         self.sampling, self.num_drafts, self.num_drawn, depth = sampling, 0, 0, 0
         if proposer is not None:
-            depth, self.num_drafts = proposer.depth, proposer.nodes
+            depth, self.num_drafts = proposer.depth, proposer.count_drafts(sampling)
             self.num_drawn = proposer.count_draws(sampling)  # random numbers of a row's drafts
         num_draws = 0 if sampling.greedy else self.num_drawn + self.num_drafts + 1
         num_rows, device = len(cache.lengths), cache.lengths.device
@@ -116,9 +116,9 @@ class DeviceRound:
         return rules.FixedDraws(numbers[:-num_rows].view(num_rows, self.num_drafts), numbers[-num_rows:, None])
 
     def draw_numbers(self, source: Randomness) -> None:
-        """Draws the random numbers of a round, in the order in which drafting and verification would draw them.
+        """Draws the random numbers of a round: of drafts [num_drawn, B], verification [B, num_drafts], last tokens [B].
 
-        These are those of the drafts [num_drawn, B], of verification [B, num_drafts], and of the last tokens [B].
+        A row's own generator gives them in the order in which a round with the host draws them.
         """
         numbers = self.buffers.numbers
         num = len(numbers) // len(self.buffers.lengths)
@@ -128,18 +128,18 @@ class DeviceRound:
             place = numbers.device if source is None else source.device
             values = torch.rand(len(numbers), generator=source, dtype=torch.float64, device=place)
         else:
-            drawn_rows = [_draw_row(generator, num) for generator in source]
+            drawn_rows = [_draw_row(generator, num, numbers.device) for generator in source]
             if len({row.device for row in drawn_rows}) > 1:
-                drawn_rows = [row.to(numbers.device) for row in drawn_rows]
+                drawn_rows = [upload_tensor(row, numbers.device) for row in drawn_rows]
             rows = torch.stack(drawn_rows)
             drawn, verified, last = rows.split([self.num_drawn, self.num_drafts, 1], dim=1)
             values = torch.cat([drawn.T.flatten(), verified.flatten(), last.flatten()])
         copy_from_host(numbers, values)
 
 
-def _draw_row(generator: torch.Generator | None, num: int) -> Tensor:
-    """[num] random numbers from [0, 1) in float64 of one row; None: of the host"""
-    place = None if generator is None else generator.device
+def _draw_row(generator: torch.Generator | None, num: int, device: torch.device) -> Tensor:
+    """[num] random numbers from [0, 1) in float64 of one row. device: place of those without a generator"""
+    place = device if generator is None else generator.device
     return torch.rand(num, generator=generator, dtype=torch.float64, device=place)
 
 

@@ -130,6 +130,7 @@ class HeldoutAnswers:
             start_time = time.perf_counter()
             tokens = [prompt.tokens for prompt in prompts[start : start + HELDOUT_ROWS]]
             written.append((start, self._write(decoder, start, tokens), time.perf_counter() - start_time))
+        self.runner.memories.clear()  # K and V of many rows
         groups = sorted(group.gather(written))
         answers = [answer for _, answers_of_group, _ in groups for answer in answers_of_group]
         seconds = max(seconds_of_group for *_, seconds_of_group in groups)

@@ -114,6 +114,23 @@ def grow_tree(steps: Steps, newest: Tensor, first: StepOutput) -> Tree:
     return Tree(kept_tokens, kept_parents, None)
 
 
+def count_widened(drafter: Drafter, shape: TreeShape) -> tuple[int, int]:
+    """Children of a node, and nodes of a depth that get children."""
+    width = min(shape.width, drafter.vocab_size)
+    return width, shape.nodes if drafter.context_kind == "block" else width
+
+
+def count_tree_drafts(drafter: Drafter, shape: TreeShape) -> int:
+    """Nodes of the result of `grow_tree`, without the root."""
+    width, num_widened = count_widened(drafter, shape)
+    num_drafts, frontier = 0, 1
+    for _ in range(shape.depth):
+        num_children = frontier * width
+        num_drafts += num_children
+        frontier = min(num_widened, num_children)
+    return min(shape.nodes, num_drafts)
+
+
 def _widen_frontier(steps: Steps, num_nodes: int, logits, value, frontier, seen, state) -> tuple[Tensor, ...]:
     """Makes the `width` best children of each node of a frontier, and the next frontier: the best of them.
 
@@ -122,8 +139,7 @@ def _widen_frontier(steps: Steps, num_nodes: int, logits, value, frontier, seen,
     states of the parents, and tokens.
     """
     drafter, shape = steps.drafter, steps.shape
-    width = min(shape.width, drafter.vocab_size)
-    num_widened = shape.nodes if drafter.context_kind == "block" else width
+    width, num_widened = count_widened(drafter, shape)
     logits = logits[:, :1] if drafter.parallel else logits  # all nodes then have the same
     best = logits.float().log_softmax(-1).topk(width, dim=-1)  # [B, w, width]
     score = (value[..., None] + best.values).flatten(1)

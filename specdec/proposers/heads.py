@@ -25,6 +25,7 @@ from specdec.proposers.growth import (
     Children,
     StepOutput,
     check_children,
+    count_tree_drafts,
     find_static_parents,
     grow_chain,
     grow_sampled_tree,
@@ -77,10 +78,10 @@ class HeadProposer(Proposer):
         self.runner = Runner(compile, cuda_graphs=cuda_graphs)
         self.target_layers = drafter.target_layers
         self.depth, self.nodes, self.linear = shape.depth, shape.nodes, shape.chain
-        # Entries and rows of the batch's cache, and the memory of this drafter's cache and of prompts that join
-        self.room, self.max_rows = 0, 1
+        self.target_cache: RowCache | None = None  # cache of the batch
+        # Memory of this drafter's cache, and of prompts that join
         self.memory, self.joining_memory = CacheMemory(), CacheMemory()
-        self.captures_steps = False  # whether steps are CUDA graphs each, where no graph holds a whole round
+        self.captures_steps = True  # whether steps are CUDA graphs each: not within the graph of a whole round
         # Places and depths as tensors: one compiled step serves all depths
         self.numbers = torch.arange(shape.depth * max(shape.width, shape.nodes) + 2, device=drafter.target.device)
 
@@ -94,7 +95,6 @@ class HeadProposer(Proposer):
         compile, graphs = self.runner.requested
         chain = HeadProposer(self.drafter, TreeShape(depth, 1, depth), compile=compile, cuda_graphs=graphs)
         chain.runner.follow(self.runner)
-        chain.captures_steps = True
         return chain
 
     def steady(self):
@@ -104,16 +104,25 @@ class HeadProposer(Proposer):
         self.runner.follow(verifier.runner)
 
     def attach_cache(self, cache):
-        self.room = cache.room + self.depth * self.shape.width  # pending entries are more than the nodes of a tree
-        self.max_rows = cache.max_rows
+        self.target_cache = cache
+
+    @property
+    def room(self) -> int:
+        """Entries that the longest row may need; pending ones are more than the nodes of a tree."""
+        num_entries = 0 if self.target_cache is None else self.target_cache.room
+        return num_entries + self.depth * self.shape.width
 
     def finish(self, answer_lengths):
         self.cache.release()
 
     def begin(self, tokens, num):
+        max_rows = 1 if self.target_cache is None else self.target_cache.max_rows
+        self._begin(tokens, self.memory, max_rows)
+
+    def _begin(self, tokens: Tensor, memory: CacheMemory, max_rows: int) -> None:
+        """`begin` with K and V from a memory."""
         self.cache = self.drafter.cache(tokens.shape[0])
-        masked = self.runner.cuda_graphs
-        self.cache.use_memory(self.room, self.memory, num_rows=self.max_rows, masked=masked)
+        self.cache.use_memory(self.room, memory, num_rows=max_rows, masked=self.runner.cuda_graphs)
         self.first_tokens = tokens[:, :1]  # [B, 1] token of slot 0, which no `commit` has
         # [B, 1, H] each: for context_kind="depth", the states of modules 1..K-1 at their newest slots
         self.carried: list[Tensor] = []
@@ -168,10 +177,11 @@ class HeadProposer(Proposer):
     def replace(self, rows, answer_lengths, opening):
         assert self.absorbed is None, "prompts join after a round"
         opened = copy.copy(self)
-        opened.memory, opened.max_rows = self.joining_memory, 1
-        opened.begin(opening.tokens, opening.num)
+        opened._begin(opening.tokens, self.joining_memory, 1)
         opened.commit(opening.following, opening.features, opening.num, opening.counts)
         index = upload_values(rows, self.first_tokens.device)
+        if self.cache.memory is not None:
+            self.cache.make_room_for(self.room)
         self.cache.replace(rows, opened.cache)
         opened.cache.release()
         self.first_tokens = self.first_tokens.index_copy(0, index, opened.first_tokens)
@@ -192,8 +202,6 @@ class HeadProposer(Proposer):
     def propose(self, sampling, generator):
         num_rows, device = self.first_tokens.shape[0], self.first_tokens.device
         draws = [draw_column(num_rows, generator, device) for _ in range(self.count_draws(sampling))]
-        if self.absorbed is None and self._capturable(sampling):
-            return self._propose_from_graph(sampling, draws)
         newest, first = self.absorb()
         tree = self._grow(newest, first, sampling, draws)
         self.cache.drop_pending()
@@ -206,64 +214,27 @@ class HeadProposer(Proposer):
             return grow_sampled_tree(self, newest[:, 0], first, sampling, draws, self.parents)
         return grow_tree(self, newest[:, 0], first)
 
-    def _capturable(self, sampling: AnySampling) -> bool:
-        """Whether all of a round's steps can be one CUDA graph.
-
-        No row may have a prompt to read, all rows need one sampling, and no step may read a copy that it made itself.
-        """
-        read = all(self.cache.host_lengths)
-        return self.runner.cuda_graphs and read and isinstance(sampling, Sampling) and not self._copies_weights
-
     @property
     def _copies_weights(self) -> bool:
         """Whether a step reads a copy of weights that it makes itself, which no graph finds again."""
         return self.drafter.context_kind == "text" and self.drafter.draft_to_target is not None
 
-    def _propose_from_graph(self, sampling: AnySampling, draws: list[Tensor]) -> Tree:
-        """Runs `absorb` and `_grow` as one CUDA graph."""
-        new = self._take_waiting(fixed=True)
-        num_carried = len(self.carried)
-
-        def draft_round(tokens, features, num, lengths, parents, *graph_inputs):
-            state = RoundState(lengths, tokens, features, num, list(graph_inputs[:num_carried]))
-            tree, view = self._draft_round(state, sampling, graph_inputs[num_carried:], parents)
-            newest, first = view.absorb()
-            probs = [] if tree.probs is None else [tree.probs]
-            return tree.tokens, tree.parents.contiguous(), newest, *first, *view.carried, *probs
-
-        inputs = [new.tokens, new.features, new.num, self.cache.lengths, self.parents, *self.carried, *draws]
-        name = "draft", self.shape, sampling if draws or self.shape.chain else None
-        tokens, parents, newest, state, logits, shared_logits, *graph_outputs = self.runner.run_whole(
-            name, draft_round, inputs, list(self.cache.groups.values())
-        )
-        probs = graph_outputs.pop() if draws else None
-        self.carried, self.absorbed = graph_outputs, (newest, StepOutput(state, logits, shared_logits))
-        self.cache.commit(new.num, new.counts)
-        return Tree(tokens, parents, probs, self.shape.chain, max_children=self.siblings if draws else None)
-
-    def _draft_round(
-        self, state: RoundState, sampling: AnySampling, draws: Sequence[Tensor], parents: Tensor
-    ) -> tuple[Tree, "HeadProposer"]:
-        """Drafts a tree from tensors alone. parents [N]: `self.parents`; draws: see `count_draws`
-
-        Only K and V change here. The rest of the new state is in the proposer that is returned with the tree.
-        """
-        view = copy.copy(self)
-        view.captures_steps = False
-        view.cache = self.cache.with_tensors(self.cache.keys_and_values, state.lengths)
-        view.carried, view.parents = list(state.carried), parents
-        counts = [0] * len(state.num)  # not known on the host
-        view.absorbed = newest, first = view._read(
-            NewTokens(state.tokens, state.features, state.num, counts), view.runner
-        )
-        return view._grow(newest, first, sampling, draws), view
+    def count_drafts(self, sampling: AnySampling) -> int:
+        """Nodes of a tree, without the root."""
+        if self.shape.chain:
+            return self.shape.depth
+        if self.count_draws(sampling):
+            return len(self.parents) - 1
+        return count_tree_drafts(self.drafter, self.shape)
 
     # Rounds that the device makes alone (decoding/device_round.py)
 
     def can_leave_host(self, sampling: AnySampling) -> bool:
         """Whether the next round follows from tensors of fixed shape."""
+        if not isinstance(sampling, Sampling) or not self.runner.cuda_graphs or self._copies_weights:
+            return False
         known = self.absorbed is None and self.cache.memory is not None and bool(self.waiting)
-        return known and self._capturable(sampling) and max(self.count_waiting()) <= self.round_tokens
+        return known and all(self.cache.host_lengths) and max(self.count_waiting()) <= self.round_tokens
 
     def count_waiting(self) -> list[int]:
         """[B] committed tokens that were not read yet."""
@@ -281,8 +252,18 @@ class HeadProposer(Proposer):
     def draft_from_state(
         self, state: RoundState, sampling: AnySampling, draws: Sequence[Tensor]
     ) -> tuple[Tree, RoundState]:
-        """A tree, and the state after it, whose tokens and features are still those that were read."""
-        tree, view = self._draft_round(state, sampling, draws, self.parents)
+        """A tree, and the state after it, whose tokens and features are still those that were read.
+
+        Only K and V change here. draws: see `count_draws`
+        """
+        view = copy.copy(self)
+        view.captures_steps = False
+        view.cache = self.cache.with_tensors(self.cache.keys_and_values, state.lengths)
+        view.carried = list(state.carried)
+        unknown_counts = [0] * len(state.num)
+        new = NewTokens(state.tokens, state.features, state.num, unknown_counts)
+        view.absorbed = newest, first = view._read(new, view.runner)
+        tree = view._grow(newest, first, sampling, draws)
         return tree, replace(state, lengths=view.cache.lengths, carried=view.carried)
 
     def restore_round(self, state: RoundState, host_lengths: list[int], counts: list[int]) -> None:
@@ -334,7 +315,7 @@ class HeadProposer(Proposer):
     def _absorb_opened(self, opened_rows: list[int]) -> tuple[Tensor, StepOutput]:
         """Reads the rows with prompts by themselves: else all other rows would be padded to their length."""
         index, opened = upload_values(opened_rows, self.first_tokens.device), copy.copy(self)
-        opened.begin(self.first_tokens[index], self.cache.lengths[index])
+        opened._begin(self.first_tokens[index], self.joining_memory, 1)
         opened.waiting = [committed.select(opened_rows) for committed in self.waiting]
         newest, first = opened.absorb()
         self.waiting = [committed.without(opened_rows) for committed in self.waiting]

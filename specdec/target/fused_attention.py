@@ -6,6 +6,7 @@ is replaced.
 
 import inspect
 import itertools
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,100 +35,103 @@ def is_fusible(module: nn.Module) -> bool:
     """Whether a module looks like attention that this file computes: Llama's, perhaps with norms of heads, or sinks"""
     layers = [getattr(module, name, None) for name in (*PROJECTIONS, "o_proj")]
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if not all(isinstance(layer, nn.Module) for layer in layers) or code is None:
+    if not all(isinstance(layer, nn.Module) for layer in layers) or code is None or "forward" in vars(module):
         return False
+    return set(code.co_names) <= KNOWN_NAMES and _has_known_norms(module)
+
+
+def _has_known_norms(module: nn.Module) -> bool:
+    """Whether it has no norms of heads, or RMS norms over the head width."""
     norms = [getattr(module, name, None) for name in NORMS]
-    if norms != [None, None]:
-        shapes = {getattr(getattr(norm, "weight", None), "shape", None) for norm in norms}
-        epsilons = {getattr(norm, "variance_epsilon", None) for norm in norms}
-        if shapes != {(getattr(module, "head_dim", None),)} or len(epsilons) > 1 or None in epsilons:
-            return False
-    return set(code.co_names) <= KNOWN_NAMES
+    if norms == [None, None]:
+        return True
+    shapes = {getattr(getattr(norm, "weight", None), "shape", None) for norm in norms}
+    epsilons = {getattr(norm, "variance_epsilon", None) for norm in norms}
+    return shapes == {(getattr(module, "head_dim", None),)} and len(epsilons) == 1 and None not in epsilons
 
 
-class FusedAttention:
-    """The forward of an attention module. It replaces the module's own in passes that read a cache to its length."""
+def forward_fused(module: Any, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, None]:
+    """The forward of an attention module, with one kernel in passes that read a cache to its length.
 
-    def __init__(self, module: nn.Module):
-        self.module: Any = module
-        self.own_forward = module.forward
+    All modules have this one function, so torch compiles them as one.
+    """
+    if args or kwargs.get("cached") is None:
+        return type(module).forward(module, hidden_states, *args, **kwargs)
+    return _read_drafts(module, hidden_states, **kwargs), None
 
-    def __call__(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, None]:
+
+def _read_drafts(
+    module: Any,
+    x: Tensor,
+    *,
+    position_embeddings: tuple[Tensor, Tensor],
+    past_key_values: RowCache,
+    attention_mask: Tensor,
+    cached: dict,
+    **kwargs,
+) -> Tensor:
+    """Output [B, S, D]. x [B, S, D]; position_embeddings: cos and sin; other arguments as of `compute_attention`"""
+    products, biases = _project(module, x)
+    keys, values = past_key_values.visible_keys(module.layer_idx)
+    norms = [getattr(module, name) for name in NORMS if getattr(module, name, None) is not None]
+    query = write_keys(
+        products,
+        position_embeddings,
+        keys,
+        values,
+        past_key_values.slots,
+        [norm.weight for norm in norms],
+        biases,
+        norms[0].variance_epsilon if norms else 0.0,
+    )
+    sinks = getattr(module, "sinks", None)
+    out, _ = compute_attention(
+        module, query, keys, values, attention_mask, scaling=module.scaling, s_aux=sinks, cached=cached
+    )
+    return module.o_proj(out.flatten(2))
+
+
+def _project(module: Any, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The products of q, k and v, [B, S, .] each, or one of all, and the biases that they lack. x [B, S, D]"""
+    layers = [getattr(module, name) for name in PROJECTIONS]
+    biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
+    if any(type(layer) is not nn.Linear for layer in layers) or len(biases) not in (0, len(layers)):
+        return [layer(x) for layer in layers], []
+    weights = [layer.weight for layer in layers]
+    if is_joined(weights):
+        with disable_proxy_modes_tracing():  # a weight of the traced function, not computed in it
+            weights = [join_weights(weights)]
+    return [F.linear(x, weight) for weight in weights], biases
+
+
+def _make_comparison(max_error: float) -> Callable:
+    """A forward that computes both ways. It raises ValueError if output or entries differ by more than max_error.
+
+    max_error: upper bound of the relative error
+    """
+
+    def forward(module: Any, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, None]:
         if args or kwargs.get("cached") is None:
-            return self.own_forward(hidden_states, *args, **kwargs)
-        return self._read_drafts(hidden_states, **kwargs), None
-
-    def _read_drafts(
-        self,
-        x: Tensor,
-        *,
-        position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: RowCache,
-        attention_mask: Tensor,
-        cached: dict,
-        **kwargs,
-    ) -> Tensor:
-        """Output [B, S, D]. x [B, S, D]; position_embeddings: cos and sin; other arguments as of `compute_attention`"""
-        module = self.module
-        products, biases = self._project(x)
-        keys, values = past_key_values.visible_keys(module.layer_idx)
-        norms = [getattr(module, name) for name in NORMS if getattr(module, name, None) is not None]
-        query = write_keys(
-            products,
-            position_embeddings,
-            keys,
-            values,
-            past_key_values.slots,
-            [norm.weight for norm in norms],
-            biases,
-            norms[0].variance_epsilon if norms else 0.0,
+            return type(module).forward(module, hidden_states, *args, **kwargs)
+        cache = kwargs["past_key_values"]
+        entries = cache.visible_keys(module.layer_idx)
+        copies = [tensor.clone() for tensor in entries]
+        reference, _ = type(module).forward(module, hidden_states, **kwargs)
+        cos, width = kwargs["position_embeddings"][0], entries[0].shape[-1]
+        if cos.shape[-1] not in (width, width // 2):
+            raise ValueError(f"its rotary embedding turns {cos.shape[-1]} of {width} columns")
+        view = cache.with_tensors(copies, cache.lengths)
+        result = _read_drafts(module, hidden_states, **kwargs | {"past_key_values": view})
+        place = cache.rows, slice(None), cache.slots
+        fast.compare_with_reference(
+            type(module).__name__,
+            [result, *(tensor[place] for tensor in copies)],
+            [reference, *(tensor[place] for tensor in entries)],
+            max_error,
         )
-        sinks = getattr(module, "sinks", None)
-        out, _ = compute_attention(
-            module, query, keys, values, attention_mask, scaling=module.scaling, s_aux=sinks, cached=cached
-        )
-        return module.o_proj(out.flatten(2))
+        return reference, None
 
-    def _project(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The products of q, k and v, [B, S, .] each, or one of all, and the biases that they lack. x [B, S, D]"""
-        layers = [getattr(self.module, name) for name in PROJECTIONS]
-        biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
-        if any(type(layer) is not nn.Linear for layer in layers) or len(biases) not in (0, len(layers)):
-            return [layer(x) for layer in layers], []
-        weights = [layer.weight for layer in layers]
-        if is_joined(weights):
-            with disable_proxy_modes_tracing():  # a weight of the traced function, not computed in it
-                weights = [join_weights(weights)]
-        return [F.linear(x, weight) for weight in weights], biases
-
-    def compare(self, max_error: float) -> Callable:
-        """A forward that computes both ways. It raises ValueError if output or entries differ by more than max_error.
-
-        max_error: upper bound of the relative error
-        """
-
-        def forward(hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, None]:
-            if args or kwargs.get("cached") is None:
-                return self.own_forward(hidden_states, *args, **kwargs)
-            cache = kwargs["past_key_values"]
-            entries = cache.visible_keys(self.module.layer_idx)
-            copies = [tensor.clone() for tensor in entries]
-            reference, _ = self.own_forward(hidden_states, **kwargs)
-            cos, width = kwargs["position_embeddings"][0], entries[0].shape[-1]
-            if cos.shape[-1] not in (width, width // 2):
-                raise ValueError(f"its rotary embedding turns {cos.shape[-1]} of {width} columns")
-            view = cache.with_tensors(copies, cache.lengths)
-            result = self._read_drafts(hidden_states, **kwargs | {"past_key_values": view})
-            place = cache.rows, slice(None), cache.slots
-            fast.compare_with_reference(
-                type(self.module).__name__,
-                [result, *(tensor[place] for tensor in copies)],
-                [reference, *(tensor[place] for tensor in entries)],
-                max_error,
-            )
-            return reference, None
-
-        return forward
+    return forward
 
 
 def fuse_attention(layers: Iterable[nn.Module], read_drafts: Callable[[], object], *, max_error: float) -> None:
@@ -135,15 +139,16 @@ def fuse_attention(layers: Iterable[nn.Module], read_drafts: Callable[[], object
 
     max_error: upper bound of the relative error. Errors of the pass leave all modules as they were.
     """
-    modules = itertools.chain(*(layer.modules() for layer in layers))
-    fused = [FusedAttention(module) for module in modules if is_fusible(module)]
-    forwards: list[Callable] = [attention.own_forward for attention in fused]
-    for attention in fused:
-        attention.module.forward = attention.compare(max_error)
+    modules = [module for module in itertools.chain(*(layer.modules() for layer in layers)) if is_fusible(module)]
+    compare = _make_comparison(max_error)
+    for module in modules:
+        module.forward = types.MethodType(compare, module)
     try:
         with torch.no_grad():
             read_drafts()
-        forwards = list(fused)
-    finally:
-        for attention, forward in zip(fused, forwards):
-            attention.module.forward = forward
+    except BaseException:
+        for module in modules:
+            del module.forward
+        raise
+    for module in modules:
+        module.forward = types.MethodType(forward_fused, module)

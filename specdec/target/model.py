@@ -387,7 +387,7 @@ class Target:
             fused_attention.fuse_attention(
                 self.layers, lambda: self._try_tree(self.config.num_attention_heads), max_error=max_error
             )
-        except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as reason:
+        except Exception as reason:  # models and kernels raise errors of any kind
             fast.leave_out("write", f"{self.name} cannot write its keys by the kernel ({name_cause(reason)})")
 
     @property
@@ -427,7 +427,7 @@ class Target:
         """
         try:
             states, reference = read(True).float(), read(False).float()
-        except (TypeError, ValueError, RuntimeError, KeyError) as reason:
+        except Exception as reason:  # models and kernels raise errors of any kind
             return fast.leave_out(path, f"{self.name} cannot read {task} ({name_cause(reason)})")
         error = float((states - reference).norm() / reference.norm())
         if not error <= (MAX_DIFFERENCE if self._rounds else 1e-3):

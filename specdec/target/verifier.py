@@ -98,8 +98,7 @@ class Verifier:
         linear, max_children = tree.linear, tree.max_children
         optional: dict[str, Tensor | None] = {"probs": tree.probs, **restrictions}
         if not sampling.greedy:
-            dtype = torch.promote_types(self.target.dtype, torch.float32)
-            drawn = draws.draw_ahead(num_rows, num_nodes, tree.tokens.device, dtype)
+            drawn = draws.draw_ahead(num_rows, num_nodes, tree.tokens.device)
             optional |= {"numbers": drawn.numbers, "last": drawn.last}
         names = [name for name, tensor in optional.items() if tensor is not None]
 
@@ -163,9 +162,10 @@ class Verifier:
         K and V.
         """
         target = self.target
-        one_process = not target.on_several_devices and target.share.size == 1
+        if not self.runner.cuda_graphs or target.recurrent or target.share.size > 1:
+            return False
         masks_positions = target.windowed and not target.reads_length
-        return self.runner.cuda_graphs and one_process and not (masks_positions or target.recurrent)
+        return not (masks_positions or target.on_several_devices)
 
     def _read(
         self, cache: RowCache, linear: bool, partial_pass: PartialPass | None, tokens, parents, lengths, skipped

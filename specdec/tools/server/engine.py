@@ -4,6 +4,7 @@ It has a batch of drafted answers, one of plain answers, and one of sampled answ
 depend on clocks or on other requests.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -150,11 +151,14 @@ class Lane:
         if self.jobs.pop(id(job.request), None):
             job.request.tokens_left = 0
         if self.reading is not None and not any(request_job.request.tokens_left for request_job in self.reading[0]):
+            self.reading[1].cache.release()
             self.reading = None
 
     def fail_all(self, message: str) -> None:
         """Ends every running request with this message. Waiting requests stay."""
         failed, self.jobs = list(self.jobs.values()), {}
+        with contextlib.suppress(Exception):  # whatever has failed may fail again
+            self.batch.close()
         self.batch, self.reading = self.decoder.batch(max_rows=self.max_requests), None
         for job in failed:
             job.deliver_event(End("error", message))

@@ -93,15 +93,15 @@ def test_kernels_outside_of_graphs(device, head, shape, temperature, budget):
         assert budget - 1 <= device.launches.total() <= budget, device.launches
 
 
-def test_kernels_outside_of_the_two_graphs_of_a_round_with_the_host(device):
+def test_kernels_outside_of_the_graphs_of_a_round_with_the_host(device):
     """Of a round with a repetition penalty: copies into graphs and out of them, and what is between."""
     batch = start_batch(device, "eagle3", chain_of(5), 0.0, penalty=1.5)
     batch.run_round()
     batch.run_round()
     device.launches.clear()
     batch.run_round()
-    assert batch.device_loop is None and device.graphs == 2
-    assert 36 <= device.launches.total() <= 38, device.launches
+    assert batch.device_loop is None and device.graphs == 3  # a first step, further steps, the target's pass
+    assert 92 <= device.launches.total() <= 94, device.launches
 
 
 REFUSED = {

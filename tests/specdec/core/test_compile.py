@@ -95,7 +95,7 @@ def test_later_rounds_reuse_known_shapes(shallow, traced):
         counts.append(len(known_shapes(decoder)))
         visible.append(decoder.proposer.cache.visible)
     grown = visible.index(512)
-    assert counts[0] == 0 and set(counts[2 : grown - 1]) == {8} and set(counts[grown + 3 :]) == {13}
+    assert counts[0] == 0 and set(counts[2 : grown - 1]) == {7} and set(counts[grown + 3 :]) == {11}
     assert 5 < grown < len(counts) - 5
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from specdec.core import fast, nucleus
-from specdec.core.nucleus import keep_nucleus, keep_nucleus_by_sort, keep_nucleus_by_threshold, order_by_integers
+from specdec.core.nucleus import keep_nucleus_by_sort, keep_nucleus_by_threshold, order_by_integers
 from specdec.core.sampling import Sampling
 
 KINDS = {
@@ -70,10 +70,10 @@ def test_a_device_with_the_path_takes_it_and_rows_have_any_shape(monkeypatch):
     assert torch.equal(result, sampling.distribution(logits)) and result.shape == logits.shape
 
 
-def test_a_traced_function_neither_sorts_nor_waits():
+def test_the_search_neither_sorts_nor_waits():
     """Tracing by make_fx stops at a wait. Traced code gives the same tokens for other logits of the shape."""
     logits = 3 * torch.randn(2, 4, 500, generator=torch.Generator().manual_seed(0))
-    traced = make_fx(lambda logits: keep_nucleus(logits, 0.9))(logits[0])
+    traced = make_fx(lambda logits: keep_nucleus_by_threshold(logits, 0.9))(logits[0])
     assert torch.equal(traced(logits[1]), keep_nucleus_by_sort(logits[1], 0.9))
     names = {str(node.target) for node in traced.graph.nodes}
     assert not any(word in name for name in names for word in ("sort", "topk", "nonzero", "_local_scalar_dense"))

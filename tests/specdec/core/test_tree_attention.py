@@ -1,17 +1,14 @@
 """Attention of a tree over a cache: the operator and its Triton kernels against a mask over all entries."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from specdec.core import tree_attention
 from specdec.core.tree_attention import attend_tree, cut_queries, pack_words
-from tests.support.ptxas import Recorder
 from tests.support.tree_cases import CASES
+from tests.support.triton_kernels import Recorder, run_in_interpreter
 
 QWEN3_8B, WIDE = (32, 8, 128), (8, 4, 256)  # numbers of query and key heads, and their width
 
@@ -54,10 +51,9 @@ def test_kernels_in_their_interpreter():
     triton = pytest.importorskip("triton", reason="Triton is missing: it comes with the extra gpu-code.")
     if triton.__version__ < "3.7":
         pytest.skip("The interpreter of Triton 3.6 has no loops over tensors with NumPy 2.4.")
-    command = [sys.executable, "-m", "tests.support.tree_cases"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
-    errors = dict(map(json.loads, done.stdout.splitlines()))
-    assert errors.keys() == {*CASES, "a decoder"}, done.stderr
+    lines = run_in_interpreter("from tests.support.tree_cases import main; main()").splitlines()
+    errors = dict(map(json.loads, lines))
+    assert errors.keys() == {*CASES, "a decoder"}
     limits = {name: 2e-3 if case.dtype == torch.float16 else 1e-6 for name, case in CASES.items()} | {"a decoder": 5e-6}
     assert not {name: error for name, error in errors.items() if not error < limits[name]}
 

@@ -1,16 +1,10 @@
 """Head norm, rotary embedding and the write of K and V in one operator: its proof, and its Triton kernel."""
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from specdec.core import write_keys
-from tests.support.commands import ROOT, child_environment
+from tests.support.triton_kernels import Recorder, run_in_interpreter
 
 MAX_REGISTERS = 64  # of a thread: 32 programs of one warp then fit on a multiprocessor
 needs_triton = pytest.mark.skipif(write_keys.triton is None, reason="needs triton, which comes with torch for GPUs")
@@ -48,38 +42,28 @@ from specdec.core.write_keys import compare_kernel, launch_kernel
 compare_kernel(launch_kernel, torch.device("cpu"), torch.{dtype}, max_error={max_error})
 print("agrees")
 """
-    environment = child_environment(TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join(map(str, [ROOT, *sys.path])))
-    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert process.stdout == "agrees\n", process.stderr
+    assert run_in_interpreter(code) == "agrees\n"
 
 
 @pytest.mark.triton
 @needs_triton
 @pytest.mark.parametrize("capability", [90, 80])
 @pytest.mark.parametrize("has_biases", [False, True], ids=["no biases", "biases"])
-def test_registers_at_the_sizes_of_qwen3_8b(capability, has_biases, tmp_path):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel = write_keys._write_kernel
-    constants: dict = {"HEADS": 32, "GROUPS": 8, "HALF": 64, "LAST": 64, "BLOCK": 64}
-    if not has_biases:
-        constants |= dict.fromkeys(("query_bias", "key_bias", "value_bias"))
-    types = dict.fromkeys(kernel.arg_names, "i32")  # strides and numbers
-    types |= {
-        name: "*bf16"
-        for name in kernel.arg_names
-        if re.fullmatch(r"(query|key|value|keys|values|cos|sin|out)|.*_(norm|bias)", name)
-    }
-    types |= {"epsilon": "fp32", "slots": "*i64"} | dict.fromkeys(constants, "constexpr")
-    target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(ASTSource(kernel, types, constants), target=target, options={"num_warps": 1})
-    source = tmp_path / "kernel.ptx"
-    source.write_text(compiled.asm["ptx"])
-    (architecture,) = re.findall(r"^\.target (\w+)", compiled.asm["ptx"], re.MULTILINE)
-    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    command = [assembler, f"-arch={architecture}", "-v", source, "-o", tmp_path / "kernel.cubin"]
-    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    (registers,) = re.findall(r"Used (\d+) registers", report)
-    assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", report) and int(registers) <= MAX_REGISTERS
+def test_registers_at_the_sizes_of_qwen3_8b(capability, has_biases, monkeypatch):
+    """Nothing spills in the launch for a tree of 7 nodes, with aligned addresses and without."""
+    launch = Recorder(write_keys._write_kernel)
+    monkeypatch.setattr(write_keys, "_write_kernel", launch)
+    sizes = [32 * 128, 8 * 128, 8 * 128]
+    with torch.device("meta"):
+        products = torch.empty(1, 7, sum(sizes), dtype=torch.bfloat16).split(sizes, dim=-1)
+        rotary = torch.empty(2, 1, 7, 128, dtype=torch.bfloat16).unbind()
+        keys, values = torch.empty(2, 1, 8, 4096, 128, dtype=torch.bfloat16)
+        norms = torch.empty(2, 128, dtype=torch.bfloat16).unbind()
+        biases = torch.empty(sum(sizes), dtype=torch.bfloat16).split(sizes) if has_biases else ()
+        slots = torch.zeros(1, 7, dtype=torch.int64)
+    out = write_keys.launch_kernel(products, rotary, keys, values, slots, norms, biases, 1e-6)
+    assert out.shape == (1, 32, 7, 128)
+    for aligned in (True, False):
+        usage = launch.compile(capability, aligned=aligned)
+        print(capability, has_biases, launch.grid, aligned, usage)
+        assert usage.spills == 0 and usage.registers <= MAX_REGISTERS

@@ -386,3 +386,15 @@ def test_prompts_whose_pieces_would_be_read_otherwise_are_read_whole(small_targe
         prefill = batch.prefill([Request([1, 2, 3, 4], 4)])
         batch.read(prefill, 2)
         assert prefill.complete == (boundary is not None) and prefill.divisible == (boundary is None)
+
+
+def test_an_error_before_the_first_round_is_told_as_it_is(small_target, monkeypatch):
+    """Not as that of a proposer that is closed before it has begun."""
+    decoder = greedy(small_target, make_proposer(small_target, "eagle3"))
+
+    def run_out(self, requests, prefill):
+        raise MemoryError("no memory is left")
+
+    monkeypatch.setattr(Batch, "_start_answers", run_out)
+    with pytest.raises(MemoryError, match="no memory is left"):
+        decoder.generate([[1, 2, 3]], 8)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.core import compile, fast, rules
+from specdec.core import cache_memory, compile, fast, rules
 from specdec.core.answer_text import StopStrings, TextDecoder
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
@@ -167,3 +167,46 @@ def test_texts_that_end_an_answer_are_found_one_round_late(target, recorder):
         answers.append([(generation.tokens, generation.accepted) for generation in generations])
     assert answers[0] == answers[1] and recorder.num_starts
     assert any(len(tokens) < 24 for (tokens,), _ in answers[0])
+
+
+def answer_in_turn(decoder: Decoder, requests: list[Request], *, max_rows: int) -> list[list[int]]:
+    """Tokens of requests of which each joins when the one before it has had a round."""
+    batch = decoder.batch(max_rows=max_rows)
+    for request in requests:
+        batch.admit([request])
+        if batch.running:
+            batch.run_round()
+    while batch.running:
+        batch.run_round()
+    batch.close()
+    return [request.tokens for request in requests]
+
+
+def test_a_longer_request_that_joins_gets_larger_memory(target, recorder):
+    """Of target and head; the rows that run go on in it."""
+    prompts = prompts_of(target, 8, (5, 9))
+    answers = []
+    for graphs in (True, False):
+        decoder = make_decoder(target, "eagle3", CHAIN, graphs=graphs)
+        decoder.stop = set()
+        requests = [Request(prompts[0], 40), Request(prompts[1], 300)]
+        answers.append(answer_in_turn(decoder, requests, max_rows=2))
+    assert answers[0] == answers[1] and [len(tokens) for tokens in answers[0]] == [40, 300]
+    assert len(recorder.captured) == 2  # one row, and two rows in larger memory
+
+
+@pytest.mark.parametrize("shape", [TreeShape(6, 1, 6), TREE, TreeShape(1, 4, 8)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rounds_in_vain_stay_within_memory_that_is_just_large_enough(target, recorder, monkeypatch, shape, temperature):
+    """A row that has ended writes drafts in vain, as long as another one runs."""
+    monkeypatch.setattr(cache_memory, "MIN_CAPACITY", 8)
+    prompts, answers = prompts_of(target, 9, (5, 6)), []
+    for graphs in (True, False):
+        decoder = make_decoder(target, "eagle", shape, graphs=graphs, temperature=temperature)
+        decoder.stop = set()
+        num = 64 - len(prompts[0]) - decoder.batch().reserve
+        generators = [torch.Generator().manual_seed(seed) for seed in range(2)]
+        requests = [Request(*request) for request in zip(prompts, (num, num - 9), generators)]
+        answers.append(answer_in_turn(decoder, requests, max_rows=2))
+    assert answers[0] == answers[1] and recorder.num_starts
+    assert {memory.capacity for memory in decoder.runner.memories.values()} <= {8, 64}

@@ -8,12 +8,13 @@ from torch import nn
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
-from specdec.core import fast, masks, rules
+from specdec.core import compile, fast, masks, rules
 from specdec.core.compile import Graph, Runner, join_products
 from specdec.core.sampling import Sampling
+from specdec.core.varlen import Segments
 from specdec.core.write_keys import write_keys
 from specdec.target import fused_attention
-from specdec.target.fused_attention import FusedAttention
+from specdec.target.fused_attention import forward_fused
 from specdec.target.model import Target
 from specdec.target.structure import find_experts
 from specdec.target.verifier import Verifier
@@ -40,7 +41,8 @@ def make_fusible(name: str) -> Target:
 
 
 def list_fused(target: Target) -> list[nn.Module]:
-    return [module for module in target.model.modules() if isinstance(vars(module).get("forward"), FusedAttention)]
+    forwards = ((module, vars(module).get("forward")) for module in target.model.modules())
+    return [module for module, forward in forwards if getattr(forward, "__func__", None) is forward_fused]
 
 
 def read_trees(target: Target) -> list[torch.Tensor]:
@@ -153,3 +155,27 @@ def test_inductor_writes_k_and_v_in_place():
     result = graph.bind(graph.captured, {})(*inputs, *memory[2:4], slots)
     torch.testing.assert_close(result, expected)
     assert torch.equal(memory, expected_memory)
+
+
+def test_layers_of_a_training_pass_stay_one_compiled_function(monkeypatch):
+    """Before and after their attention is fused for decoding. A function for each layer would pass torch's limit."""
+    target, graphs = make_fusible("llama"), []
+
+    def record_graph(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(compile, "BACKEND", record_graph)
+    compile._compile_block.cache_clear()
+    torch._dynamo.reset()
+    tokens = torch.arange(1, 13)[None]
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    segments = Segments.from_counts([5, 7])
+    with fast.force_paths("varlen", "blocks", "cache", "write"):
+        before = target.read(tokens, (), positions=positions, segments=segments).final
+        num_before = len(graphs)
+        target.cache(1)
+        after = target.read(tokens, (), positions=positions, segments=segments).final
+    compile._compile_block.cache_clear()
+    assert list_fused(target) and num_before == 1 and len(graphs) <= 2 and len(target.layers) > 1
+    torch.testing.assert_close(after, before)

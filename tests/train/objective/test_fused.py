@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from specdec.core import compile, fast
 from tests.support.drafters import VARIANTS, make_drafter, name_of
-from tests.support.triton_kernels import assemble_kernel, run_in_interpreter
+from tests.support.triton_kernels import Recorder, run_in_interpreter
 from tests.train.objective.test_objective import make_objective, make_row
 from train.data.batches import collate
 from train.features.outputs import ComputedFeatures
@@ -113,13 +113,17 @@ def test_the_kernel_of_kl_in_tritons_interpreter():
 
 @pytest.mark.triton
 @pytest.mark.parametrize("num_warps", [4, 8, 16])
-def test_the_kernel_of_kl_spills_nothing(num_warps):
+def test_the_kernel_of_kl_spills_nothing(num_warps, monkeypatch):
     """A thread of few warps holds more of a block, and an H100 gives it at most 255 registers."""
-    types = ["*bf16", "*fp32", "*i64", "*fp32", "constexpr", "i32", "i32", "fp32", "constexpr"]
-    signature = dict(zip(fused._kl_kernel.arg_names, types, strict=True))
-    needs = assemble_kernel(fused._kl_kernel, signature, {"WIDTH": 32_000, "BLOCK": fused.BLOCK}, num_warps=num_warps)
-    print(needs)
-    assert needs.spilled == 0 and needs.registers <= 128
+    launch = Recorder(fused._kl_kernel)
+    monkeypatch.setattr(fused, "_kl_kernel", launch)
+    with torch.device("meta"):
+        logits, goal = torch.empty(6, 32_000, dtype=torch.bfloat16), torch.empty(4, 32_000)
+        fused.fused_kl(logits, goal, torch.zeros(6, dtype=torch.int64), 0.7)
+    for aligned in (True, False):
+        usage = launch.compile(90, aligned=aligned, num_warps=num_warps)
+        print(num_warps, aligned, usage)
+        assert usage.spills == 0 and usage.registers <= 128
 
 
 def test_blocks_compile_once_for_ragged_packs(target, use_backend):
