@@ -11,6 +11,7 @@ from specdec.core.tree import TreeShape
 from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.device_round import DeviceRound
+from specdec.heads.draft import Draft
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
 from tests.support.compiled import prompts_of
@@ -210,3 +211,20 @@ def test_rounds_in_vain_stay_within_memory_that_is_just_large_enough(target, rec
         answers.append(answer_in_turn(decoder, requests, max_rows=2))
     assert answers[0] == answers[1] and recorder.num_starts
     assert {memory.capacity for memory in decoder.runner.memories.values()} <= {8, 64}
+
+
+def test_a_row_that_ends_with_full_rounds_has_room_for_those_in_vain(target, recorder, monkeypatch):
+    """The drafts are always right, so two rounds go past the end, and the row drafts on behind them."""
+    monkeypatch.setattr(cache_memory, "MIN_CAPACITY", 8)
+    drafter = Draft(target, model=make_target(6, num_layers=3)).to(target.dtype).eval().requires_grad_(False)
+    runner = Runner(False, cuda_graphs=True)
+    proposer = HeadProposer(drafter, TreeShape(6, 1, 6), cuda_graphs=True)
+    decoder = Decoder(target, proposer, sampling=Sampling(), stop=set(), runner=runner)
+    prompts = prompts_of(target, 9, (5, 6))
+    for tokens_left in range(1, 8):  # of the first row before its last round
+        num = 64 - len(prompts[0]) - decoder.batch().reserve
+        requests = [Request(prompts[0], num), Request(prompts[1], num - 1 - tokens_left)]
+        answers = answer_in_turn(decoder, requests, max_rows=2)
+        assert [len(tokens) for tokens in answers] == [num, num - 1 - tokens_left]
+        assert all(sum(request.generation.accepted[0]) > num / 2 for request in requests)
+    assert recorder.num_starts
