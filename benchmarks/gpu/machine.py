@@ -199,7 +199,7 @@ class StandIn(Machine):
 
         graphs = mock.patch.object(compile, "capture_graph", capture_graph)
         served_graphs = mock.patch.object(served, "capture_graph", capture_graph)
-        with super().installed(), graphs, served_graphs:
+        with super().installed(), graphs, served_graphs, fast.force_paths("cache"):  # whole rounds need that path
             yield
 
     def capture_step(self, original, function, *arguments, **options):
