@@ -11,6 +11,7 @@ from benchmarks.gpu import bench as modes
 from benchmarks.gpu.bench import DESCENT, WARM_UP, Bench, Mode
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.options import GpuReportOptions
+from specdec.core import compile
 from specdec.core.sampling import Sampling
 from specdec.decoding.batch import Batch, Request
 from specdec.decoding.drafting import Drafting
@@ -211,7 +212,8 @@ def time_product(bench: Bench, name: str) -> dict:
     results = []
     for library, product in (("cublas", multiply), ("inductor", compiled)):
         results.append(product(row, weights[0]).float())
-        replay = machine.capture(partial(multiply_all, product, row, weights))
+        multiply_row = partial(multiply_all, product, row, weights)
+        replay = compile.capture_step(multiply_row, bench.device, compile.GraphPool())
         seconds = machine.time(replay, calls=20, repeats=10) / num
         figures[f"{library}_us"] = 1e6 * seconds
         figures[f"{library}_share_of_bandwidth"] = bandwidth and num_bytes / seconds / bandwidth

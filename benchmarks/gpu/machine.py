@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import hardware
 from specdec.core import compile, devices, fast
 from specdec.core.clock import RoundClock
-from specdec.core.late_read import LateValues
+from specdec.core.devices import LateValues
 from specdec.measuring import served
 
 CHECKER = "compute-sanitizer"
@@ -99,19 +99,6 @@ class Machine:
     def read_time(self, event: Any) -> float:
         """Microseconds of an event, without those that it started."""
         return float(event.self_device_time_total)
-
-    def capture(self, function: Callable[[], object]) -> Callable[[], object]:
-        """A function of the device's work alone, as a CUDA graph."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                function()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            function()
-        return graph.replay
 
     def compile_function(self, function: Callable, options: dict) -> Callable:
         """`function` by torch.compile with these options of inductor."""
@@ -213,10 +200,6 @@ class StandIn(Machine):
 
     def read_time(self, event):
         return float(event.self_cpu_time_total)
-
-    def capture(self, function):
-        function()
-        return function
 
     def compile_function(self, function, options):
         return torch.compile(function, dynamic=False, backend="eager")

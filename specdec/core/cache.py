@@ -236,13 +236,19 @@ class RowCache(transformers.Cache):
         assert not any(self.host_lengths) and not self.pending
         if self.query_heads is None and not masked:
             return
+        groups = self._take_groups(num, memory, num_rows)
+        if groups is not None:
+            self._set_groups(groups, len(self.host_lengths), memory.capacity)
+
+    def _take_groups(self, num: int, memory: CacheMemory, num_rows: int) -> Groups | None:
+        """K and V of a memory for `num` entries in as many rows as there may be; None if it has none."""
         batch = len(self.host_lengths)
         memory.expect(num, max(batch, num_rows))
         free_bytes = count_free_bytes(self.lengths.device)
         groups = memory.take_groups(self._count_shapes(), num_rows=batch, free_bytes=free_bytes)
         if groups is not None:
             self.memory, self.room = memory, memory.num_entries
-            self._set_groups(groups, batch, memory.capacity)
+        return groups
 
     def release(self) -> None:
         """Gives K and V back to their memory. This cache is not used any more."""
@@ -262,13 +268,19 @@ class RowCache(transformers.Cache):
 
     def make_room(self, num: int) -> None:
         """Raises the capacity, if needed, for `num` more entries behind the committed and pending ones."""
-        self._grow(self.get_seq_length() + self.pending + num)
+        self.grow(self.get_seq_length() + self.pending + num)
 
-    def _grow(self, end: int) -> None:
-        """Raises the capacity, if needed, to at least `end` entries."""
+    def grow(self, end: int) -> None:
+        """Raises the capacity, if needed, to at least `end` entries, within this cache's memory if it has room."""
         if end <= self.capacity:
             return
-        capacity, groups = self._take_larger_groups(end)
+        memory, capacity = self.memory, max(self.capacity, 1)
+        self.release()
+        groups = None if memory is None else self._take_groups(end, memory, 1)
+        if memory is not None and groups is not None:
+            capacity = memory.capacity
+        while capacity < end:
+            capacity *= 2
         added = capacity - self.capacity
         if groups is None:
             groups = {shape: F.pad(group, (0, 0, 0, added)) for shape, group in self.groups.items()}
@@ -277,30 +289,6 @@ class RowCache(transformers.Cache):
                 groups[shape][:, : group.shape[1], :, : self.capacity] = group
         self.positions = None if self.positions is None else F.pad(self.positions, (0, added))
         self._set_groups(groups, len(self.host_lengths), capacity)
-
-    def _take_larger_groups(self, end: int) -> tuple[int, Groups | None]:
-        """A capacity of at least `end`, and K and V of it from this cache's memory; None if it has none.
-
-        Gives the smaller ones back.
-        """
-        memory = self.memory
-        self.release()
-        if memory is not None:
-            num_rows = len(self.host_lengths)
-            memory.expect(end, num_rows)
-            free_bytes = count_free_bytes(self.lengths.device)
-            groups = memory.take_groups(self._count_shapes(), num_rows=num_rows, free_bytes=free_bytes)
-            if groups is not None:
-                self.memory, self.room = memory, memory.num_entries
-                return memory.capacity, groups
-        capacity = max(self.capacity, 1)
-        while capacity < end:
-            capacity *= 2
-        return capacity, None
-
-    def make_room_for(self, num: int) -> None:
-        """Raises the capacity, if needed, for rows of `num` entries."""
-        self._grow(num)
 
     def reserve(self, num: int, counts: list[int] | None = None) -> None:
         """Announces `num` entries of the next forward pass, behind the committed and pending ones.
@@ -452,7 +440,7 @@ class RowCache(transformers.Cache):
     def replace(self, rows: list[int], source: "RowCache") -> None:
         """Writes the rows of another cache of the same layers over these rows. Nothing may be pending in either."""
         num = source.get_seq_length()
-        self._grow(num)
+        self.grow(num)
         index = upload_values(rows, self.lengths.device)
         for shape, group in self.groups.items():
             group[:, index.to(group.device), :, :num] = source.groups[shape][..., :num, :]

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from specdec.core import compile, rules
 from specdec.core.cache import RowCache
-from specdec.core.devices import copy_from_host, upload_tensor, upload_values
-from specdec.core.late_read import LateValues
+from specdec.core.devices import LateValues, copy_from_host, upload_tensor, upload_values
 from specdec.core.sampling import AnySampling, Randomness, Sampling
 from specdec.core.tree import make_root
 from specdec.proposers.base import Proposer

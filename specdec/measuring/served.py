@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specdec.core import fast
+from specdec.core import fast, rules
 from specdec.core.cache import RowCache
 from specdec.core.compile import GraphPool, Runner, capture_graph
 from specdec.core.sampling import Sampling
@@ -105,11 +105,13 @@ def _capture_pass(verifier: Verifier, cache: RowCache, tree: Tree, pool: GraphPo
     cache.reserve(tree.tokens.shape[1])
 
     def read_tree(tokens, parents, lengths, skipped, slots):
-        view = cache.with_tensors(cache.keys_and_values, lengths, slots=slots)
-        outputs = verifier._read_greedily(view, tree.linear, None, tokens, parents, lengths, skipped)
+        view = cache.with_tensors(cache.keys_and_values, lengths, skipped=skipped, slots=slots)
+        captured_tree = Tree(tokens, parents, None, linear=tree.linear)
+        verdict = verifier.decide(captured_tree, view, rules.Draws(None), Sampling())
         if not tree.linear:
-            view.keep_path(outputs[0])
-        return outputs
+            view.keep_path(verdict.path)
+        output = verdict.output
+        return verdict.path, verdict.num_kept, verdict.next_token, output.features, output.final
 
     inputs = tree.tokens, tree.parents, cache.lengths, cache.skipped, cache.slots
     replay = capture_graph(read_tree, inputs, pool)

@@ -74,7 +74,6 @@ class HeadProposer(Proposer):
         self.children = children
         parents = find_static_parents(shape)
         self.parents = upload_values(parents, drafter.target.device)  # of a sampled tree
-        self.siblings = max(map(parents.count, parents))
         self.runner = Runner(compile, cuda_graphs=cuda_graphs)
         self.target_layers = drafter.target_layers
         self.depth, self.nodes, self.linear = shape.depth, shape.nodes, shape.chain
@@ -181,7 +180,7 @@ class HeadProposer(Proposer):
         opened.commit(opening.following, opening.features, opening.num, opening.counts)
         index = upload_values(rows, self.first_tokens.device)
         if self.cache.memory is not None:
-            self.cache.make_room_for(self.room)
+            self.cache.grow(self.room)
         self.cache.replace(rows, opened.cache)
         opened.cache.release()
         self.first_tokens = self.first_tokens.index_copy(0, index, opened.first_tokens)

@@ -20,26 +20,17 @@ REAL_TARGET = ROOT / "targets" / "smollm2-135m"
 OLD_TRANSFORMERS = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 18)
 
 # Real targets, for counts on tensors without values
+COMMON_SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
 QWEN3_8B = Qwen3Config(
-    hidden_size=4096,
+    **COMMON_SIZES,
     num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
     head_dim=128,
     intermediate_size=12288,
     vocab_size=151936,
     max_position_embeddings=40960,
-    tie_word_embeddings=False,
 )
 LLAMA_8B = LlamaConfig(
-    hidden_size=4096,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    intermediate_size=14336,
-    vocab_size=128256,
-    max_position_embeddings=131072,
-    tie_word_embeddings=False,
+    **COMMON_SIZES, num_hidden_layers=32, intermediate_size=14336, vocab_size=128256, max_position_embeddings=131072
 )
 
 

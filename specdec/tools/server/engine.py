@@ -18,8 +18,9 @@ import torch
 from specdec.core.constraint import Constraint
 from specdec.core.generation import Ends
 from specdec.core.sampling import Sampling
-from specdec.decoding.batch import Batch, BatchRound, Prefill, Request
+from specdec.decoding.batch import Batch, BatchRound, Request
 from specdec.decoding.decoder import Decoder
+from specdec.decoding.prefill import Prefill
 
 LOG = logging.getLogger(__name__)
 MAX_PADDED_TOKENS = 8192  # tokens of prompts that are read together, padded to the longest; one prompt may have more

@@ -11,7 +11,8 @@ from specdec.core.cached_keys import attend_cached, find_cached_keys
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.core.tree import make_chain
-from specdec.decoding.batch import Prefill, Request
+from specdec.decoding.batch import Request
+from specdec.decoding.prefill import Prefill
 from specdec.target.verifier import Verifier
 from tests.support.compiled import CHAIN, TREE, decoder_of, prompts_of
 from tests.support.decoding import random_trees
