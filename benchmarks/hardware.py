@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from specdec.core import devices
-from specdec.core.compile import join_products
+from specdec.core.compile import decodes_joined, join_products
 from specdec.target import attention
 from specdec.target.model import Target
 from specdec.target.structure import find_experts
@@ -143,7 +143,7 @@ def make_random_target(
         model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype), attn_implementation=attention.IMPLEMENTATION
         )
-    if device.type == "cuda":
+    if decodes_joined(device):
         join_products(model)
     return Target(model, name=f"random {shape}")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import specdec
 from specdec.core import extensions, files, hub, untrusted
-from specdec.core.compile import join_products
+from specdec.core.compile import decodes_joined, join_products
 from specdec.core.option_types import Text
 from specdec.core.untrusted import read_tensors as read_tensors
 from specdec.decoding.drafting import Drafting
@@ -298,14 +298,9 @@ def load(folder: str | Path, target: Target, *, exact: bool = False) -> Head:
     drafter, _ = _read_drafter(resolve(folder), target, None, exact=exact)
     if drafter.adapts_target:
         merge_adapter(target)
-    if _decodes_joined(target.device):
+    if decodes_joined(target.device):
         join_products(drafter)
     return drafter.eval()
-
-
-def _decodes_joined(device: torch.device) -> bool:
-    """Whether products of one input are joined where heads decode. A CPU packs their weights itself."""
-    return device.type == "cuda"
 
 
 def load_proposer(target: Target, *, checkpoint: Text, decode: dict) -> Proposer:

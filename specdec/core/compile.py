@@ -84,6 +84,11 @@ def pack_weights(weights: Sequence[Tensor]) -> Tensor:
 JOINED_LAYERS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers of a module with the same input
 
 
+def decodes_joined(device: torch.device) -> bool:
+    """Whether products of one input are joined where a model decodes. A CPU packs their weights itself."""
+    return device.type == "cuda"
+
+
 def join_products(model: nn.Module) -> None:
     """Makes weights of layers that read one tensor adjacent in memory, so that they need one product without a copy.
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from specdec.core import cached_keys, fast, files, masks, precision
 from specdec.core.cache import LayerStates, RowCache
 from specdec.core.cached_keys import CachedKeys
-from specdec.core.compile import join_products, run_block
+from specdec.core.compile import decodes_joined, join_products, run_block
 from specdec.core.devices import name_cause
 from specdec.core.shards import Shards
 from specdec.core.varlen import Segments
@@ -137,7 +137,7 @@ class Target:
         model, quantisation, shards = load_model(
             name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
         )
-        if model.device.type == "cuda" and quantisation is None:
+        if decodes_joined(model.device) and quantisation is None:
             join_products(model)
         return cls(model, name=name, quantisation=quantisation, trust_remote_code=trust_remote_code, shards=shards)
 

@@ -68,13 +68,13 @@ def test_a_joined_head_drafts_and_is_saved_as_before(small_drafter, tmp_path):
 
 @pytest.mark.parametrize("joins", [False, True])
 def test_heads_are_joined_where_they_are_loaded_for_decoding_on_cuda_only(saved, target, monkeypatch, joins):
-    monkeypatch.setattr(checkpoint, "_decodes_joined", lambda device: joins)
+    monkeypatch.setattr(checkpoint, "decodes_joined", lambda device: joins)
     attention = checkpoint.load(saved[0], target).block.self_attn
     assert is_joined([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) == joins
     attention = checkpoint.load_for_training(saved[0], target, {})[0].block.self_attn
     assert not is_joined([attention.q_proj.weight, attention.k_proj.weight])
     monkeypatch.undo()
-    assert not checkpoint._decodes_joined(target.device) and checkpoint._decodes_joined(torch.device("cuda:0"))
+    assert not checkpoint.decodes_joined(target.device) and checkpoint.decodes_joined(torch.device("cuda:0"))
 
 
 PARTS = {

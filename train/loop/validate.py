@@ -17,7 +17,7 @@ from accelerate.utils import broadcast_object_list
 
 from specdec.core import fast, progress
 from specdec.core.answer_text import TextDecoder
-from specdec.core.compile import join_products
+from specdec.core.compile import decodes_joined, join_products
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.engines.engine_target import EngineTarget
@@ -284,14 +284,14 @@ class Validation:
         If its passes are captured, it is one proposer in all validations: the weights are copied into its drafter, so
         that CUDA graphs stay valid.
         """
-        on_cpu = self.target.device.type == "cpu"
-        captures = self.drafting.cuda_graphs or (self.drafting.cuda_graphs is None and not on_cpu)
-        repacks = on_cpu and self.drafting.compile  # compiled code has copies of the weights
+        device = self.target.device
+        captures = self.drafting.cuda_graphs or (self.drafting.cuda_graphs is None and device.type == "cuda")
+        repacks = device.type == "cpu" and self.drafting.compile  # compiled code has copies of the weights
         if not captures or repacks or self.adapts_target:
             return self.drafting.proposer(frozen)
         if self.twin is None or self.proposer is None:
             self.twin = frozen.frozen_copy()
-            if not on_cpu:
+            if decodes_joined(device):
                 join_products(self.twin)
             self.proposer = self.drafting.proposer(self.twin)
         else:
