@@ -30,6 +30,7 @@ from transformers.generation import (
 
 from specdec import checkpoint
 from specdec.core import precision
+from specdec.core.cache import CACHE_ARGUMENTS
 from specdec.core.compile import Runner
 from specdec.core.constraint import Constraint, ConstraintSource
 from specdec.core.generation import Generation, Round
@@ -49,7 +50,7 @@ PROCESSORS: tuple[type, ...] = (
 )
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-MODEL_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+MODEL_ARGUMENTS = ("attention_mask", "position_ids", *CACHE_ARGUMENTS, "use_cache", "logits_to_keep")
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,9 @@ class Speculative:
             decoder = loaded.drafting.decoder(
                 loaded.target, loaded.proposer, sampling=sampling, stop=set(), runner=loaded.runner
             )
-            penalised = _mark_tokens(input_ids, loaded.target.vocab_size) if sampling.penalises else None
-            constraints = self._make_constraints(generation_config, loaded.target.vocab_size, len(prompts))
+            vocab_size = loaded.target.vocab_size
+            penalised = _mark_tokens(input_ids, vocab_size, logits_processor) if sampling.penalises else None
+            constraints = self._make_constraints(generation_config, vocab_size, len(prompts))
             rounds = decoder.stream(
                 prompts, max(1, num_new), penalised=penalised, result=result, constraints=constraints
             )
@@ -268,9 +270,8 @@ def _make_refusal(setting: str, advice: str) -> ValueError:
 
 def _check_settings(model: PreTrainedModel, config: GenerationConfig, arguments: dict[str, Any]) -> None:
     """Raises ValueError for what the decoder does not support."""
-    mode, cache = config.get_generation_mode(), arguments.get("past_key_values")
+    mode = config.get_generation_mode()
     unsupported = [name for name, value in arguments.items() if value is not None and value is not False]
-    own_cache = cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length())
     refused = [
         (model.config.is_encoder_decoder, "an encoder and decoder", "take a decoder-only model"),
         ((config.num_beams or 1) > 1, f"num_beams={config.num_beams}", "set num_beams=1"),
@@ -279,13 +280,19 @@ def _check_settings(model: PreTrainedModel, config: GenerationConfig, arguments:
         (config.cache_implementation not in (None, "dynamic"), f"cache_implementation={config.cache_implementation}",
          "it keeps a cache of its own, so set None"),
         (config.prefill_chunk_size is not None, "prefill_chunk_size", "prompts are read at once, so set it to None"),
-        (own_cache, "past_key_values", "it keeps a cache of its own, so pass the whole prompt and no cache"),
+        *((_is_users(arguments.get(name)), name, "it keeps a cache of its own, so pass the whole prompt and no cache")
+          for name in CACHE_ARGUMENTS),
         *((name not in MODEL_ARGUMENTS, name, "it takes token ids and their attention_mask, so leave it out")
           for name in unsupported),
     ]  # fmt: skip
     for wrong, setting, advice in refused:
         if wrong:
             raise _make_refusal(setting, advice)
+
+
+def _is_users(cache: Any) -> bool:
+    """Whether `generate` was called with this cache, in place of the empty one that it makes."""
+    return cache is not None and bool(getattr(cache, "_is_user_defined", False) or cache.get_seq_length())
 
 
 def _read_sampling(processors: LogitsProcessorList, do_sample: bool) -> Sampling:
@@ -314,7 +321,8 @@ def _has_usual_settings(penalty: Any, top_k: Any, top_p: Any) -> bool:
     """Whether processors, None where there is none, have the settings that Sampling amounts to."""
     values = {getattr(processor, "filter_value", -torch.inf) for processor in (top_k, top_p)}
     one_token = getattr(top_p, "min_tokens_to_keep", 1) == 1
-    return values == {-torch.inf} and one_token and not getattr(penalty, "prompt_ignore_length", None)
+    ignored = getattr(penalty, "prompt_ignore_length", None)
+    return values == {-torch.inf} and one_token and (isinstance(ignored, Tensor) or not ignored)
 
 
 def _read_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
@@ -341,7 +349,15 @@ def _find_pad_token(config: GenerationConfig, criteria: StoppingCriteriaList) ->
     return int(config._pad_token_tensor)
 
 
-def _mark_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
-    """A mask [B, V] bool of the tokens [B, T] that occur: like in `generate` padding, too, and none past V."""
+def _mark_tokens(tokens: Tensor, vocab_size: int, processors: LogitsProcessorList) -> Tensor:
+    """A mask [B, V] bool of the tokens [B, T] that a penalty finds, none past V.
+
+    It finds padding, too, unless `generate` tells it the padding of each row, as since transformers 5.23.
+    """
+    for processor in processors:
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(ignored, Tensor):  # [B]
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+            tokens = tokens.masked_fill(places < ignored.to(tokens.device)[:, None], vocab_size)
     marks = torch.zeros(len(tokens), vocab_size + 1, dtype=torch.bool, device=tokens.device)
     return marks.scatter_(1, tokens.clamp(max=vocab_size), True)[:, :-1]

@@ -1,5 +1,5 @@
 #!/bin/sh
-# An EAGLE-3 head for Llama-3.3-70B on eight H100: four serve the target, four train. Run from the root of the clone, with vLLM.
+# An EAGLE-3 head for Llama-3.3-70B on eight H100: four serve the target, four train. Run from the root of the clone, in an environment of its own: pip install vllm==0.33.0 -e .
 # Never run by this project: its figures are counted (plan=true). It stops at the first error; the same command continues.
 # A target that fits into one GPU needs no server: target=qwen3-8b machine=h100x8, and accelerate launch --num_processes 8.
 set -e

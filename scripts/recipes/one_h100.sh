@@ -1,5 +1,5 @@
 #!/bin/sh
-# An EAGLE-3 head for Qwen3-8B on one H100, from public prompts to vLLM. Run from the root of the clone, in an environment with vLLM 0.32 or older (0.33 needs torch 2.14: give it one of its own).
+# An EAGLE-3 head for Qwen3-8B on one H100, from public prompts to vLLM. Run from the root of the clone, in an environment of its own: pip install vllm==0.33.0 -e .
 # Never run by this project: its figures are counted (plan=h100). It stops at the first error; the same command continues.
 set -e
 TARGET=qwen3-8b NAME=Qwen/Qwen3-8B

@@ -7,8 +7,10 @@ cache (tests/test_imports.py).
 
 import copy
 import functools
+import inspect
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,6 +26,15 @@ from specdec.core.cache_memory import CacheMemory, EntryShape, Groups, count_fre
 from specdec.core.cached_keys import MAX_PENDING, CachedKeys, attend_cached, find_cached_keys
 from specdec.core.devices import upload_values
 from specdec.core.span_attention import Span
+
+CACHE_ARGUMENTS = ("cache", "past_key_values")  # since transformers 5.24, and before it and in code of checkpoints
+
+
+def find_cache_argument(forward: Callable) -> str:
+    """The name of the argument that takes a cache, of a function of transformers; empty without one"""
+    names = inspect.signature(forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in names), "")
+
 
 # States of recurrent and convolution layers, row by row, if only some drafts of a pass are kept
 #
@@ -41,18 +52,27 @@ STATE_MARKS = (
 )
 
 
+def list_state_tensors(layer: Any) -> list[Tensor]:
+    """The states that a layer has; none for attention layers, and before the first pass"""
+    states = itertools.chain(*(getattr(layer, name, {}).values() for name in STATE_FIELDS))
+    return [state for state in states if state is not None]
+
+
+def replace_states(layer: StateLayer, tensors: Iterable[Tensor]) -> StateLayer:
+    """The layer over other tensors in place of `list_state_tensors(layer)`"""
+    replaced, remaining = copy.copy(layer), iter(tensors)
+    for name in STATE_FIELDS:
+        states = getattr(layer, name)
+        setattr(replaced, name, {key: None if value is None else next(remaining) for key, value in states.items()})
+    for name in STATE_MARKS:
+        setattr(replaced, name, dict(getattr(layer, name)))
+    return replaced
+
+
 def copy_states(layer: StateLayer, rows: Tensor | None) -> StateLayer:
     """A copy of a layer's states. rows [M]: rows of the copy; None: all"""
-    copied = copy.copy(layer)
-    for name in STATE_FIELDS:
-        states = dict(getattr(layer, name))
-        for key, state in states.items():
-            if state is not None:
-                states[key] = state.clone() if rows is None else state[rows.to(state.device)]
-        setattr(copied, name, states)
-    for name in STATE_MARKS:
-        setattr(copied, name, dict(getattr(layer, name)))
-    return copied
+    tensors = list_state_tensors(layer)
+    return replace_states(layer, [state.clone() if rows is None else state[rows.to(state.device)] for state in tensors])
 
 
 class LayerStates:
@@ -333,6 +353,26 @@ class RowCache(transformers.Cache):
         cache.slots = self.slots if slots is None else slots
         return cache
 
+    def with_states(self, layer_index: int, tensors: Sequence[Tensor]) -> "RowCache":
+        """The same cache, in which every layer has the states of a layer over other tensors (`list_state_tensors`)."""
+        cache = copy.copy(self)
+        cache.layers = [replace_states(cast(StateLayer, self.layers[layer_index]), tensors)] * len(self.layers)
+        return cache
+
+    def copy_states(self) -> "RowCache":
+        """The same cache with copies of its states, for a pass that is not committed."""
+        if self.states is None:
+            return self
+        cache = copy.copy(self)
+        cache.layers = [copy_states(layer, None) if isinstance(layer, StateLayer) else layer for layer in self.layers]
+        cache.states = LayerStates(cache.layers)
+        return cache
+
+    def restore_states(self, source: "RowCache") -> None:
+        """Writes the states of a result of `copy_states` over those of this cache."""
+        if self.states is not None and source.states is not None:
+            self.states.replace(torch.arange(len(self.host_lengths)), source.states)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
@@ -490,7 +530,10 @@ class RowCache(transformers.Cache):
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
         """Sets the state of one of MiniMax's recurrent layers."""
         layer = cast(StateLayer, self.layers[layer_idx])
-        layer.recurrent_states[0], layer.has_previous_state[0] = linear_cache, True
+        if layer.has_previous_state[0]:  # in place, as a compiled layer changes its arguments
+            cast(Tensor, layer.recurrent_states[0]).copy_(linear_cache)
+        else:
+            layer.recurrent_states[0], layer.has_previous_state[0] = linear_cache, True
 
     def _split_groups(self) -> list[Tensor]:
         """K and V of every layer in turn, [B, heads, C, width] each, empty for a layer without them"""

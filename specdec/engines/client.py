@@ -4,6 +4,7 @@ vLLM and every other server with OpenAI's interface (https://platform.openai.com
 """
 
 import contextlib
+import ipaddress
 import itertools
 import json
 import logging
@@ -11,17 +12,18 @@ import os
 import socket
 import threading
 import time
+import urllib.parse
+import urllib.request
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
 from specdec.core.resumable import digest_bytes
 from specdec.core.shards import is_cached
-from specdec.engines import loopback
 from specdec.target.fingerprint import Fingerprint
 from specdec.target.model import Target
 
@@ -76,7 +78,7 @@ class EngineClient:
         self.in_flight, self.patience, self.say = in_flight, patience, say
         key = os.environ.get("OPENAI_API_KEY")
         self.client = httpx.Client(
-            **loopback.make_client_options(*self.urls),
+            **make_client_options(*self.urls),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(None if longest is None else 60 * longest, connect=CONNECT_SECONDS),
             limits=httpx.Limits(
@@ -153,7 +155,7 @@ class EngineClient:
                 raise
             except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"No server with OpenAI's interface answers at {url}{loopback.describe_proxy(url)} "
+                    f"No server with OpenAI's interface answers at {url}{describe_proxy(url)} "
                     f"({_describe_error(error)}). {START}"
                 ) from None
         return listings
@@ -174,7 +176,7 @@ class EngineClient:
 
     def _send(self, url: str, path: str, body: dict) -> dict:
         answer = self.client.post(f"{url}/{path}", json=body)
-        _check_status(answer, f"{url}/{path}{loopback.describe_proxy(url)}")
+        _check_status(answer, f"{url}/{path}{describe_proxy(url)}")
         try:
             document = answer.json()
         except ValueError as error:
@@ -188,7 +190,7 @@ class EngineClient:
         with self.client.stream("POST", f"{url}/{path}", json=body) as answer:
             if answer.status_code != 200:
                 answer.read()
-            _check_status(answer, f"{url}/{path}{loopback.describe_proxy(url)}")
+            _check_status(answer, f"{url}/{path}{describe_proxy(url)}")
             try:
                 for chunk in answer.iter_bytes():  # read later, as that takes time
                     chunks.append((time.perf_counter() - start, chunk))
@@ -199,7 +201,7 @@ class EngineClient:
         return read_events(chunks)
 
     def _note_loss(self, url: str, error: Exception, silent_since: float) -> None:
-        proxy = loopback.describe_proxy(url)
+        proxy = describe_proxy(url)
         reason = f"({_describe_error(error)}); it is asked again for up to {self.patience:g} minutes"
         self._note_change(url, silent=True, message=f"does not answer{proxy} {reason}")
         if time.monotonic() - silent_since > 60 * self.patience and not self.closed.is_set():
@@ -289,3 +291,40 @@ def find_fingerprint(model: dict) -> Fingerprint | None:
     with contextlib.suppress(ValueError, OSError):
         return Target.load_ends(root).identity.compute()
     return None
+
+
+# Proxies of the environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY). A server on this machine never needs one.
+
+
+def is_local(url: str) -> bool:
+    """Whether a URL is on this machine, whatever the environment says about proxies."""
+    host = (urllib.parse.urlsplit(url).hostname or "").rstrip(".")
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_unspecified
+
+
+def make_client_options(*urls: str) -> dict[str, Any]:
+    """Arguments of an httpx client for these servers.
+
+    For local servers alone it reads nothing of the environment, so that a broken proxy does no harm.
+    """
+    local = [url for url in urls if is_local(url)]
+    if len(local) == len(urls):
+        return {"trust_env": False}
+    hosts = [urllib.parse.urlsplit(url).hostname or "" for url in local]
+    return {"mounts": {f"all://[{host}]" if ":" in host else f"all://{host}": None for host in hosts}}
+
+
+def describe_proxy(url: str) -> str:
+    """A clause with the variable whose proxy is used for this URL; else nothing. Its value may hold a password."""
+    address = urllib.parse.urlsplit(url)
+    if is_local(url) or urllib.request.proxy_bypass(address.netloc):
+        return ""
+    set_names = {name.lower(): name for name, value in os.environ.items() if value}
+    name = set_names.get(f"{address.scheme}_proxy") or set_names.get("all_proxy")
+    return f" (through the proxy of {name}; NO_PROXY={address.hostname} asks it directly)" if name else ""

@@ -91,5 +91,5 @@ def check_interpreter(python: str) -> None:
     if not Path(python).is_file() and shutil.which(python) is None:
         raise ValueError(
             f"There is no vLLM: {python} does not exist. `make engines` sets it up for a CPU (4 GB); on a GPU machine "
-            "install vllm and give python=, such as python=python3."
+            "install vllm beside specdec and give python=python (docs/engines.md)."
         )

@@ -6,7 +6,6 @@ import time
 import pytest
 
 from specdec.engines import client as engine_client
-from specdec.engines import loopback
 from specdec.engines.client import BadAnswer, EngineClient, Refused
 from tests.support.small_server import SmallServer
 
@@ -189,7 +188,7 @@ def environment(monkeypatch):
 
 
 def test_which_addresses_are_of_this_machine():
-    assert all(map(loopback.is_local, LOCAL.split())) and not any(map(loopback.is_local, REMOTE.split()))
+    assert all(map(engine_client.is_local, LOCAL.split())) and not any(map(engine_client.is_local, REMOTE.split()))
 
 
 @pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
@@ -215,4 +214,4 @@ def test_other_servers_are_asked_through_it_and_errors_say_so(environment):
         assert proxy.requests and "password" not in str(refused.value)
         client.close()
         environment.setenv("NO_PROXY", "engine.example")
-        assert not any(map(loopback.describe_proxy, ("http://engine.example:8000", "https://other.example")))
+        assert not any(map(engine_client.describe_proxy, ("http://engine.example:8000", "https://other.example")))

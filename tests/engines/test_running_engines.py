@@ -29,7 +29,7 @@ from specdec.text import conversations as data
 from tests.engines import tiny_heads
 from tests.engines.test_served_heads import IS_READY, PYTHON, engines
 from tests.support.commands import ROOT, child_environment, write_prompts
-from tests.support.quantised import CONFIGS, quantise
+from tests.support.quantised import SERVED, quantise
 from tests.support.targets import REAL_TARGET
 from tests.support.together import free_ports
 
@@ -249,7 +249,7 @@ def answer_some(folder: Path, target: Path, url: str, *, num: int) -> list[dict]
 
 
 @installed
-@pytest.mark.parametrize("method", CONFIGS)
+@pytest.mark.parametrize("method", SERVED)
 def test_vllm_answers_and_reads_for_a_quantised_target(tmp_path, method):
     folder, port = quantise(REAL_TARGET.resolve(), tmp_path / method, method), free_ports(1)[0]
     with running(launch_command(port, f"target.name={folder}"), port, tmp_path / "log") as url:

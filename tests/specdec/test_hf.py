@@ -302,8 +302,8 @@ def test_caches_embeddings_right_padding_and_a_missing_pad_token_are_refused(mod
     until = Until(twice)
     until.eos_token_id = torch.tensor([3])
     for extra, words in (
-        ({"past_key_values": filled_cache(model), **inputs}, "cannot honour past_key_values: "),
-        ({"past_key_values": DynamicCache(config=model.config), **inputs}, "cannot honour past_key_values: "),
+        ({"past_key_values": filled_cache(model), **inputs}, "cannot honour (cache|past_key_values): "),
+        ({"past_key_values": DynamicCache(config=model.config), **inputs}, "cannot honour (cache|past_key_values): "),
         ({"inputs_embeds": embeds}, "cannot honour inputs_embeds: "),
         ({"inputs_embeds": embeds, **inputs}, "cannot honour inputs_embeds: "),
         ({key: value.flip(1) for key, value in inputs_of().items()}, r'on the left \(tokenizer\.padding_side="left"\)'),
