@@ -30,6 +30,7 @@ class Shards:
 
     name: folder, or name on the Hub; fetch_all: True to fetch all files now
     `is_local`: True if all files were on this machine from the beginning
+    `config`: fields of config.json as it is; empty without that file
 
     Raises ValueError, with what to do, if there are no safetensors, if one of them is
     missing or damaged, or if the index names a tensor that its file lacks.
@@ -42,7 +43,8 @@ class Shards:
         self.files: dict[str, str] = {}  # file of each tensor
         self.is_local = True
         config = fetch_file(name, "config.json", revision=revision)
-        weight_file = None if config is None else untrusted.read_json(config).get("transformers_weights")
+        self.config = {} if config is None else untrusted.read_json(config)
+        weight_file = self.config.get("transformers_weights")
         if config is not None and isinstance(weight_file, str):
             untrusted.find_inside(config.parent, weight_file)  # raises if it leads out of the folder
         for file in [weight_file] if isinstance(weight_file, str) else [SINGLE, INDEX]:
@@ -143,7 +145,8 @@ class Shards:
             try:
                 self.open[file] = safetensors.safe_open(path, framework="pt")
             except (OSError, safetensors.SafetensorError) as error:
-                raise ValueError(f"{path} is damaged ({error}): take another copy of it.") from error
+                names = [f"; it has {key}" for key, place in self.files.items() if place == file][:1]
+                raise ValueError(f"{path} is damaged ({error}{''.join(names)}): take another copy of it.") from error
         return self.open[file]
 
     def _find_cached(self, file: str) -> Path | None:

@@ -26,29 +26,20 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_accelerate_available
 
 from specdec import DISTRIBUTION
 from specdec.core import files, hub, precision
+from specdec.core.dequantise import PARTS, PLAIN_DTYPES
 from specdec.core.devices import describe_out_of_memory, name_cause, number_device
-from specdec.core.shards import NoSafetensors, Shards, fetch_file
-from specdec.core.untrusted import read_json
-from specdec.target import attention
+from specdec.core.shards import NoSafetensors, Shards
+from specdec.target import attention, quantised
 from specdec.target.fingerprint import in_mtp_module
+from specdec.target.quantised import name_quantisation
 from specdec.target.structure import check_supported, find_layers
 from specdec.text import token_text
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
-PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors for weights without scales
-# Names of tensors that make weights of packed values. Scales of inputs, keys and values are no part of the weights.
-SCALE_NAMES = re.compile(
-    r".*([._]weight_(scale(_2|_inv)?|global_scale|zero_point|packed)|\.(qweight|qzeros|pre_quant_scale|SCB)|"
-    r"_proj_(blocks|scales?|scale_inv)|\.weight\.(absmax|quant_state\..*))"
-)
-UNQUANTISED_ADVICE = (
-    "let an engine read it (features.mode=engine), or choose a copy that is not quantised, or by another method"
-)
 DEVICE_ADVICE = "Give cpu, cuda, a numbered one such as cuda:1, or auto (the layers spread over all accelerators)"
 
 
@@ -69,29 +60,30 @@ def load_model(
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_config(name, **origin)
     quantisation = name_quantisation(config)
-    _check_method(name, config)
+    obstacle = quantised.find_obstacle(config)
+    if obstacle is not None:
+        raise ValueError(f"{name} {obstacle}: {quantised.ADVICE}.")
     factory, model_class = _find_class(name, config, **origin)
     with_accelerate = is_accelerate_available()  # in the extra `train`
     if len(devices) > 1 and not with_accelerate:
         raise ValueError(
             f"device=auto needs the package accelerate: pip install '{DISTRIBUTION}[train]', or give one device."
         )
-    try:
-        shards = open_shards(name, config, revision=revision, whole=True)
-    except NoSafetensors:
-        shards = None
+    dequantised = quantised.is_dequantised(config, devices[0])
+    shards = _open_all(name, config, revision, required=dequantised)
     placement: Any = (
         {"device_map": _make_device_map(factory, config, devices, trust_remote_code)} if with_accelerate else {}
     )
     try:
-        if quantisation is not None and quantisation.startswith("compressed-tensors"):
-            # Otherwise layers are unpacked when the whole model is first called, and here its parts are called
-            config.quantization_config = {**config.quantization_config, "dequantize": True}
-            placement["config"] = config
-        model, loading_info = _load_pretrained(
-            factory.from_pretrained, name, dtype=DTYPES[dtype], output_loading_info=True,
-            attn_implementation=attention.choose_implementation(model_class), **origin, **placement,
-        )  # fmt: skip
+        placement["attn_implementation"] = attention.choose_implementation(model_class)
+        if shards is not None and dequantised:
+            model, loading_info = quantised.load_dequantised(
+                model_class, config, shards, dtype=DTYPES[dtype], **placement
+            )
+        else:
+            model, loading_info = _load_pretrained(
+                factory.from_pretrained, name, dtype=DTYPES[dtype], output_loading_info=True, **origin, **placement
+            )
         model = model if with_accelerate else model.to(devices[0])
     except (ImportError, RuntimeError, MemoryError) as error:
         if describe_out_of_memory(error):
@@ -110,15 +102,13 @@ def load_model(
     return model, quantisation, shards
 
 
-def _check_method(name: str, config: PreTrainedConfig) -> None:
-    """Raises ValueError for a method of quantisation that transformers would leave out after a warning."""
-    method = name_quantisation(config)
-    if method is not None and not AutoHfQuantizer.supports_quant_method(config.to_dict()["quantization_config"]):
-        version = transformers.__version__
-        raise ValueError(
-            f"{name} is quantised by a method that transformers {version} does not know ({method}): "
-            f"{UNQUANTISED_ADVICE}."
-        )
+def _open_all(name: str, config: PreTrainedConfig, revision: str | None, *, required: bool) -> Shards | None:
+    try:
+        return open_shards(name, config, revision=revision, whole=True)
+    except NoSafetensors:
+        if required:
+            raise
+        return None
 
 
 def load_skeleton(
@@ -181,18 +171,10 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
             f"{name} is a {config.model_type} model; a target must be a causal language model (decoder only), such as "
             "one of the Llama, Qwen or Mistral family."
         )
-    if not fields.get("quantization_config"):
-        algorithm = _find_modelopt(name, revision)
-        if algorithm is not None:
-            config.quantization_config = {"quant_method": "modelopt", "quant_algo": algorithm}
+    modelopt = None if fields.get("quantization_config") else quantised.find_modelopt(name, revision)
+    if modelopt is not None:
+        config.quantization_config = modelopt
     return config
-
-
-def _find_modelopt(name: str, revision: str | None) -> str | None:
-    """The algorithm that a file of ModelOpt beside the configuration names; None: no file, or no algorithm."""
-    path = fetch_file(name, "hf_quant_config.json", revision=revision)
-    settings = None if path is None else read_json(path).get("quantization")
-    return settings.get("quant_algo") if isinstance(settings, dict) else None
 
 
 def open_shards(name: str, config: PreTrainedConfig, *, revision: str | None = None, whole: bool = False) -> Shards:
@@ -207,7 +189,7 @@ def open_shards(name: str, config: PreTrainedConfig, *, revision: str | None = N
     if name_quantisation(config) is None:
         for key in shards.files:
             packed = shards.is_local and key.endswith("weight") and shards.dtype(key) not in PLAIN_DTYPES
-            if (packed or SCALE_NAMES.fullmatch(key)) and not in_mtp_module(key, num_layers):
+            if (packed or PARTS.fullmatch(key)) and not in_mtp_module(key, num_layers):
                 raise ValueError(
                     f"{name} has quantised weights ({key}), and its config.json does not say how "
                     "(quantization_config): take a copy that says it, or one that is not quantised."
@@ -294,14 +276,12 @@ def check_complete(model: PreTrainedModel, loading_info: dict, name: str) -> Non
         )
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     unread = [
-        key
-        for key in loading_info["unexpected_keys"]
-        if SCALE_NAMES.fullmatch(key) and not in_mtp_module(key, num_layers)
+        key for key in loading_info["unexpected_keys"] if PARTS.fullmatch(key) and not in_mtp_module(key, num_layers)
     ]
     if unread:
         raise ValueError(
             f"transformers {transformers.__version__} leaves out {len(unread)} of the scales of {name} "
-            f"({min(unread)}), so its weights would be wrong: {UNQUANTISED_ADVICE}."
+            f"({min(unread)}), so its weights would be wrong: {quantised.ADVICE}."
         )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
@@ -331,7 +311,7 @@ def _load_pretrained(load: Callable, name: str, **kwargs):
     local = {} if hub.is_folder(name) or hub.is_hub_reachable() else {"local_files_only": True}
     try:
         return load(name, **kwargs, **local)
-    except (OSError, ValueError, StrictDataclassError) as error:
+    except (OSError, ValueError, StrictDataclassError, ZeroDivisionError, AttributeError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"{name} brings Python code of its own, which would run here with all your rights. Read it, and if you "
@@ -354,6 +334,7 @@ def fill_ends(model: PreTrainedModel, modules: tuple[nn.Module, ...], shards: Sh
 
     A matrix that is the same in two modules (a tied LM head) stays so. Raises ValueError for a missing tensor.
     """
+    shards = quantised.view_plain(model.config, shards)
     names = _list_names(model)
     module_names = {module: name for name, module in model.named_modules()}
     filled: dict[Tensor, nn.Parameter] = {}
@@ -365,13 +346,14 @@ def fill_ends(model: PreTrainedModel, modules: tuple[nn.Module, ...], shards: Sh
                 filled[parameter] = _read_parameter(names[parameter], parameter, shards)
             _replace(model, parameter, filled[parameter])
         for submodule in module.modules():
-            _fill_buffers(model, submodule, module_names[submodule], shards)
+            fill_buffers(model, submodule, module_names[submodule], shards)
 
 
 def read_module(model: PreTrainedModel, module: nn.Module, shards: Shards) -> dict[str, Tensor]:
     """The values of a module's parameters by their names in it, in their dtype. Raises ValueError for a missing
     tensor.
     """
+    shards = quantised.view_plain(model.config, shards)
     names = _list_names(model)
     return {name: _read_parameter(names[value], value, shards).data for name, value in module.named_parameters()}
 
@@ -381,6 +363,7 @@ def untie_parameters(model: PreTrainedModel, shards: Shards) -> None:
 
     model: a model without values (device meta)
     """
+    shards = quantised.view_plain(model.config, shards)
     for copy, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         parameter = model.get_parameter(source)
         source_key, copy_key = (shards.find(name, tuple(parameter.shape)) for name in (source, copy))
@@ -416,10 +399,10 @@ def _read_parameter(names: list[str], parameter: Tensor, shards: Shards) -> nn.P
     return nn.Parameter(value.to(parameter.dtype).clone(), requires_grad=False)  # not the file's own pages
 
 
-def _fill_buffers(model: PreTrainedModel, module: nn.Module, module_name: str, shards: Shards) -> None:
+def fill_buffers(model: PreTrainedModel, module: nn.Module, module_name: str, shards: Shards | None) -> None:
     """Gives buffers that no file holds, such as Gemma's scale of embeddings, the values of a new model of transformers.
 
-    module_name: name of the module in the model
+    module_name: name of the module in the model; shards: files of the other buffers; None: there are none
     """
     missing = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
     for name, buffer in missing.items():
@@ -432,10 +415,10 @@ def _fill_buffers(model: PreTrainedModel, module: nn.Module, module_name: str, s
     for name, buffer in missing.items():
         key = (
             None
-            if name in module._non_persistent_buffers_set
+            if shards is None or name in module._non_persistent_buffers_set
             else shards.find(f"{module_name}.{name}", tuple(buffer.shape))
         )
-        if key is not None:
+        if shards is not None and key is not None:
             module.get_buffer(name).copy_(shards[key])
 
 
@@ -444,28 +427,6 @@ def _replace(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             if parameter is old:
                 setattr(module, name, new)
-
-
-def name_quantisation(config) -> str | None:
-    """The quantisation method of a model's configuration and its bits, such as bitsandbytes-4bit or fp8; None: none."""
-    fields = config.to_dict().get("quantization_config")
-    if not fields:
-        return None
-    method = fields.get("quant_method", "unknown")
-    kind = _name_number_type(fields)
-    return "-".join(str(word).lower() for word in (getattr(method, "value", method), kind) if word)
-
-
-def _name_number_type(fields: dict) -> str | None:
-    """The type of quantised weights in a `quantization_config`, such as fp8 or 4bit; None: it names none."""
-    groups = [group.get("weights") or {} for group in (fields.get("config_groups") or {}).values()]
-    weights = groups[0] if groups else {}  # fields of compressed-tensors and ModelOpt
-    bits = fields.get("bits") or weights.get("num_bits")
-    for number in (8, 4):
-        bits = number if fields.get(f"load_in_{number}bit") else bits
-    if weights.get("type") == "float":
-        return f"fp{bits}"
-    return f"{bits}bit" if bits else fields.get("quant_algo")
 
 
 def gather_tensor(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from specdec.core.shards import Shards
-from specdec.target import structure
+from specdec.target import quantised, structure
 from specdec.target.loading import (
     DTYPES,
     choose_dtype,
@@ -82,11 +82,15 @@ def load_sharded(
     dtype_number = list(DTYPES).index(choose_dtype(dtype, local_device))  # the first process decides
     dtype = list(DTYPES)[int(share.gather_values(dtype_number)[0])]
     model, quantisation = load_skeleton(name, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
-    if quantisation is not None:
-        raise ValueError(
-            f"{name} is quantised ({quantisation}), and shard=true divides only plain weights. {UNSHARDED_ADVICE}"
+    obstacle = quantised.find_obstacle(model.config)
+    if obstacle is None and quantisation is not None and not quantised.is_read_here(model.config):
+        obstacle = (
+            f"is quantised ({quantisation}), and shard=true divides only plain weights, or ones that become plain"
         )
+    if obstacle is not None:
+        raise ValueError(f"{name} {obstacle}. {UNSHARDED_ADVICE}")
     shards = open_shards(name, model.config, revision=revision, whole=True)
+    quantised.check_forms(model.config, shards)
     _fill_layers(model, shards, mesh, name)
     moved_model: Any = model.to(local_device)  # type: ignore[arg-type]
     return moved_model, share, shards

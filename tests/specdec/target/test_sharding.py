@@ -12,6 +12,7 @@ from specdec.target.adapter import add_adapter
 from specdec.target.model import Target
 from specdec.text.conversations import Row
 from tests.support import families
+from tests.support.quantised import quantise
 from tests.support.saved_targets import edit
 from tests.support.targets import save_word_model
 from tests.support.together import together
@@ -31,8 +32,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     for name in (*FAMILIES, *REFUSED):
         families.make(families.find_family(name)).save_pretrained(folder / name)
-    edit(save_word_model(folder / "quantised"), quantization_config={"quant_method": "fp8"})
+    edit(save_word_model(folder / "quantised"), quantization_config={"quant_method": "gptq", "bits": 4})
     save_word_model(folder / "plain", tied=True)
+    quantise(folder / "plain", folder / "modelopt", "modelopt_nvfp4")
     return folder
 
 
@@ -46,7 +48,7 @@ def compare(folder: str) -> dict:
     """In each process, with its own texts: figures of a whole and of a shared target, and refusals."""
     dist.init_process_group("gloo")
     figures = {}
-    for name in (*FAMILIES, "plain"):
+    for name in (*FAMILIES, "plain", "modelopt"):
         whole, sharded = pair = [
             load(f"{folder}/{name}", dtype="float64") for load in (Target.load, Target.load_sharded)
         ]
@@ -90,7 +92,7 @@ def check_refusals(folder: str, sharded: Target) -> None:
     attempts = {
         r"recurrent or convolution layers.*Use shard=false\.$": lambda: Target.load_sharded(f"{folder}/qwen3_5_text"),
         r"experts.*Use shard=false; then device=auto": lambda: Target.load_sharded(f"{folder}/qwen3_moe"),
-        r"is quantised \(fp8\), and shard=true divides only plain weights": lambda: Target.load_sharded(
+        r"is quantised \(gptq-4bit\), and shard=true divides only plain": lambda: Target.load_sharded(
             f"{folder}/quantised"
         ),
         r"set compile=false\.$": lambda: Decoder(
@@ -105,7 +107,7 @@ def check_refusals(folder: str, sharded: Target) -> None:
 
 def test_states_and_fingerprints_are_those_of_a_whole_target(results):
     """Though one process calls its target once and the other five times. Each holds half of the layers and all else."""
-    for name in (*FAMILIES, "plain"):
+    for name in (*FAMILIES, "plain", "modelopt"):
         figures = [result["figures"][name] for result in results]
         assert all(error < 1e-10 and same for error, _, same in figures), name
         (layers, ends), _ = figures[0][1]
