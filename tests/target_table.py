@@ -1,29 +1,27 @@
-"""The tables of docs/targets.md, one row for each entry of tests/support/families.py.
+"""The tables of docs/targets.md, with each entry of tests/support/families.py. Equal entries share a row.
 
 `python -m tests.target_table` writes them. tests/specdec/target/test_families.py compares every row with the page.
 """
 
 import functools
 import re
+from typing import Any
 
 import pytest
-from hydra.utils import instantiate
+import yaml
 
-from specdec.export.engines import make_form
 from specdec.heads.blocks import measure_embedding_scale
 from specdec.target import attention
 from specdec.target.model import Target
 from specdec.target.structure import find_experts
+from specdec.tools.inspect.sections import CELLS, UNKNOWN
+from specdec.tools.inspect.support import FORMATS, HEADS, TESTED, examine_shapes, list_heads
 from tests.support.commands import ROOT
-from tests.support.drafters import load_head
-from tests.support.families import FAMILIES, Family, make
+from tests.support.families import FAMILIES, Family, configuration, make
 
 PAGE = ROOT / "docs" / "targets.md"
-HEADS = {"eagle3": "EAGLE-3", "dflash": "DFlash", "eagle": "EAGLE-1", "mtp": "MTP", "medusa": "Medusa"}
-FORMATS = {"vllm": "vLLM", "sglang": "SGLang", "gguf": "llama.cpp", "eagle": "SafeAILab's code"}
-WORKS = ["model type", "has", "chains, batches", "training, replay", "trees", "packing", "compiled", *FORMATS.values()]
+WORKS = ["model type", "has", "trees", "compiled", *FORMATS.values()]
 REFUSED = ["model type", "why"]
-NOT_TRIED = "Not known to load"
 
 
 @functools.cache
@@ -53,17 +51,11 @@ def list_features(target: Target) -> str:
 @functools.cache
 def list_exports(family: Family) -> dict[str, str]:
     """For each engine of FORMATS, the heads exported for it, with a star those that the engine may not load."""
-    target = make_family_target(family)
-    cells = {name: [] for name in FORMATS.values()}
-    for head, label in HEADS.items():
-        mask = {"mask_token": 0} if head == "dflash" else {}  # an own mask needs more of a target than a family tells
-        drafter = instantiate({**load_head(head)["drafter"], **mask}, target, vocab=None)
-        for format_name, engine in FORMATS.items():
-            try:
-                form = make_form(drafter, format_name)
-            except ValueError:
-                continue
-            cells[engine].append(label + "*" * any(NOT_TRIED in note for note in form.notes))
+    cells: dict[str, list[str]] = {engine: [] for engine in FORMATS.values()}
+    for head in list_heads(make_family_target(family)):
+        for engine, answer in head.engines.items():
+            if answer in CELLS:
+                cells[engine].append(HEADS[head.head] + "*" * (answer == UNKNOWN))
     return {engine: ", ".join(labels) or "none" for engine, labels in cells.items()}
 
 
@@ -71,15 +63,21 @@ def show_name(family: Family) -> str:
     return f"`{family.model_type}`" + (f" ({family.variant})" if family.variant else "")
 
 
-def table_row(family: Family) -> str:
+@functools.cache
+def refuse(family: Family) -> str:
+    """The sentence that refuses a family."""
+    with pytest.raises(ValueError, match=family.refused) as error:
+        make_family_target(family)
+    return str(error.value).replace("\n", " ")
+
+
+def list_cells(family: Family) -> list[str]:
     """What works, or the sentence that refuses the family."""
     if family.refused:
-        with pytest.raises(ValueError, match=family.refused) as error:
-            make_family_target(family)
-        return line([show_name(family), str(error.value).replace("\n", " ")])
-    linear, compiled = ("yes" if works else "no" for works in (not family.recurrent, family.compiles))
-    works = [list_features(make_family_target(family)), "yes", "yes", linear, linear, compiled]
-    return line([show_name(family), *works, *list_exports(family).values()])
+        return [refuse(family)]
+    linear, compiled = ("yes" if works else "no" for works in (not family.recurrent, family.compiled))
+    works = [list_features(make_family_target(family)), linear, compiled]
+    return [*works, *list_exports(family).values()]
 
 
 def line(cells: list[str]) -> str:
@@ -87,7 +85,17 @@ def line(cells: list[str]) -> str:
 
 
 def table(header: list[str], families: list[Family]) -> str:
-    return "\n".join([line(header), "|---" * len(header) + "|", *map(table_row, families)])
+    names: dict[tuple[str, ...], list[str]] = {}
+    for family in families:
+        names.setdefault(tuple(list_cells(family)), []).append(show_name(family))
+    rows = [line([", ".join(entries), *cells]) for cells, entries in names.items()]
+    return "\n".join([line(header), "|---" * len(header) + "|", *rows])
+
+
+def read_cells(page: str) -> dict[str, list[str]]:
+    """The cells behind each name in the tables of a page."""
+    rows = [row.strip("| ").split(" | ") for row in page.splitlines() if row.startswith("| `")]
+    return {name: cells for names, *cells in rows for name in names.split(", ")}
 
 
 def section(name: str, content: str, page: str) -> str:
@@ -97,9 +105,27 @@ def section(name: str, content: str, page: str) -> str:
     )
 
 
+def list_tested_families() -> dict[str, Any]:
+    """Model types of which an entry works, apart by compiled decoding, and refused ones, for `specdec inspect`."""
+    working = [family for family in FAMILIES if not family.refused]
+    compiled = dict.fromkeys(family.model_type for family in working if family.compiled)
+    eager = dict.fromkeys(family.model_type for family in working if family.model_type not in compiled)
+    refused = {family.model_type: refuse(family) for family in FAMILIES if family.refused}
+    for family in FAMILIES:
+        if family.model_type in {**compiled, **eager} or examine_shapes(configuration(family), str(family)).refused:
+            refused.pop(family.model_type, None)
+    return {"compiled": list(compiled), "eager": list(eager), "refused": refused}
+
+
+def write_families() -> str:
+    """The YAML of the tested families, with a list in lines of 120 characters."""
+    return yaml.safe_dump(list_tested_families(), default_flow_style=None, width=120, sort_keys=False)
+
+
 def main() -> None:
     page = PAGE.read_text()
     page = section("works", table(WORKS, [family for family in FAMILIES if not family.refused]), page)
+    TESTED.write_text(write_families())
     PAGE.write_text(section("refused", table(REFUSED, [family for family in FAMILIES if family.refused]), page))
 
 

@@ -162,6 +162,9 @@ class Graph:
         self.graph.eliminate_dead_code()
         for node in self.graph.nodes:
             node.meta.clear()
+            # A slice of a joined product cannot be viewed as any shape
+            if self.weight_indices and node.target is torch.ops.aten.view.default:
+                node.target = torch.ops.aten.reshape.default
         module = fx.GraphModule(traced, self.graph)
         options = _choose_options({tensor.device.type for tensor in inputs})
         self.compiled = torch._inductor.compile(module, self._make_examples(inputs), options=dict(options))
@@ -420,8 +423,8 @@ class Runner:
             return Graph(function, inputs)
         except Exception as error:  # models and compilers raise errors of any kind
             raise ValueError(
-                f"{name} could not be compiled ({name_cause(error)}). Inductor needs a C++ compiler on a CPU; "
-                "compile=false decodes without it."
+                f"{name} could not be compiled ({name_cause(error)}). On a CPU inductor needs a C++ compiler, and "
+                "for experts bfloat16; compile=false decodes without it."
             ) from error
 
 

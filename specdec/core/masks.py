@@ -131,28 +131,34 @@ class Packed:
     """Packed documents read in one call, one after the other (core/varlen.py). Padding is one more text.
 
     positions [1, B * T]: position of each token in its document; shape: (B, T)
+    documents: the same documents as rows, for layers that keep a state; None: there are no such layers
     """
 
     segments: Segments
     positions: Tensor
     shape: tuple[int, int]
+    documents: Documents | None = None
 
     @classmethod
-    def from_index(cls, index: Tensor) -> "Packed":
-        """index [B, T], on the CPU, as for `Documents`"""
+    def from_index(cls, index: Tensor, *, keeps_states: bool = False) -> "Packed":
+        """index [B, T], on the CPU, as for `Documents`; keeps_states: whether some layers keep a state"""
         num_rows, length = index.shape
         counts = count_runs(index)
         starts = counts.cumsum(0) - counts
         positions = torch.arange(num_rows * length) - starts.repeat_interleave(counts)
-        return cls(Segments.from_counts(counts.tolist(), longest=length), positions[None], (num_rows, length))
+        documents = Documents.from_index(index) if keeps_states else None
+        segments = Segments.from_counts(counts.tolist(), longest=length)
+        return cls(segments, positions[None], (num_rows, length), documents)
 
     def move_to(self, device: torch.device) -> "Packed":
         moved = devices.upload_tensors([self.segments.query_starts.long(), self.positions], device)
-        return Packed(self.segments.with_starts(moved[0], moved[0]), moved[1], self.shape)
+        documents = None if self.documents is None else self.documents.move_to(device)
+        return Packed(self.segments.with_starts(moved[0], moved[0]), moved[1], self.shape, documents)
 
-    def read(self, tokens: Tensor, function: Callable[[Tensor, Tensor, Segments], Tensor]) -> Tensor:
-        """Applies function(tokens [1, B * T], positions [1, B * T], segments) -> [1, B * T, E].
+    def read(self, tokens: Tensor, function: Callable[[Tensor, Tensor, Segments, Documents | None], Tensor]) -> Tensor:
+        """Applies function(tokens [1, B * T], positions [1, B * T], segments, documents) -> [1, B * T, E].
 
         tokens [B, T] -> [B, T, E]
         """
-        return function(tokens.reshape(1, -1), self.positions, self.segments).unflatten(1, self.shape)[0]
+        states = function(tokens.reshape(1, -1), self.positions, self.segments, self.documents)
+        return states.unflatten(1, self.shape)[0]

@@ -35,18 +35,15 @@ def avoid_cudnn() -> None:
 
 
 def choose_implementation(kind: type[PreTrainedModel]) -> str:
-    """The attention implementation for a model of this class: this file's, or sdpa if the class chooses its attention.
-
-    Raises ValueError for a class with neither: its own attention would add a boolean mask to the scores.
-    """
+    """The attention implementation for a model of this class: this file's, sdpa, or else its own, which adds masks."""
     if kind._can_set_attn_implementation():
         return IMPLEMENTATION
-    if kind._supports_sdpa:
-        return "sdpa"
-    raise ValueError(
-        f"{kind.__name__} computes attention in its own way, which takes no mask over a tree of drafts. Choose a "
-        "target whose model in transformers supports attn_implementation='sdpa'."
-    )
+    return "sdpa" if kind._supports_sdpa else "eager"
+
+
+def make_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask that is added to scores, of one that is True for visible keys."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def compute_attention(  # noqa: PLR0913  # transformers' signature

@@ -57,7 +57,12 @@ def forward_fused(module: Any, hidden_states: Tensor, *args, **kwargs) -> tuple[
     """
     if args or kwargs.get("cached") is None:
         return type(module).forward(module, hidden_states, *args, **kwargs)
-    return _read_drafts(module, hidden_states, **kwargs), None
+    return _read_drafts(module, hidden_states, **kwargs | {"cache": _find_cache(kwargs)}), None
+
+
+def _find_cache(kwargs: dict) -> RowCache:
+    """The cache among the arguments of an attention module, under its name since transformers 5.24 or before it"""
+    return kwargs["cache"] if "cache" in kwargs else kwargs["past_key_values"]
 
 
 def _read_drafts(
@@ -65,21 +70,21 @@ def _read_drafts(
     x: Tensor,
     *,
     position_embeddings: tuple[Tensor, Tensor],
-    past_key_values: RowCache,
+    cache: RowCache,
     attention_mask: Tensor,
     cached: dict,
     **kwargs,
 ) -> Tensor:
     """Output [B, S, D]. x [B, S, D]; position_embeddings: cos and sin; other arguments as of `compute_attention`"""
     products, biases = _project(module, x)
-    keys, values = past_key_values.visible_keys(module.layer_idx)
+    keys, values = cache.visible_keys(module.layer_idx)
     norms = [getattr(module, name) for name in NORMS if getattr(module, name, None) is not None]
     query = write_keys(
         products,
         position_embeddings,
         keys,
         values,
-        past_key_values.slots,
+        cache.slots,
         [norm.weight for norm in norms],
         biases,
         norms[0].variance_epsilon if norms else 0.0,
@@ -113,7 +118,7 @@ def _make_comparison(max_error: float) -> Callable:
     def forward(module: Any, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, None]:
         if args or kwargs.get("cached") is None:
             return type(module).forward(module, hidden_states, *args, **kwargs)
-        cache = kwargs["past_key_values"]
+        cache = _find_cache(kwargs)
         entries = cache.visible_keys(module.layer_idx)
         copies = [tensor.clone() for tensor in entries]
         reference, _ = type(module).forward(module, hidden_states, **kwargs)
@@ -121,7 +126,7 @@ def _make_comparison(max_error: float) -> Callable:
         if cos.shape[-1] not in (width, width // 2):
             raise ValueError(f"its rotary embedding turns {cos.shape[-1]} of {width} columns")
         view = cache.with_tensors(copies, cache.lengths)
-        result = _read_drafts(module, hidden_states, **kwargs | {"past_key_values": view})
+        result = _read_drafts(module, hidden_states, **kwargs | {"cache": view})
         place = cache.rows, slice(None), cache.slots
         fast.compare_with_reference(
             type(module).__name__,

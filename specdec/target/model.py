@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.core import cached_keys, fast, files, masks, precision
-from specdec.core.cache import LayerStates, RowCache
+from specdec.core.cache import LayerStates, RowCache, find_cache_argument
 from specdec.core.cached_keys import CachedKeys
 from specdec.core.compile import decodes_joined, join_products, run_block
 from specdec.core.devices import name_cause
 from specdec.core.shards import Shards
 from specdec.core.varlen import Segments
-from specdec.target import attention, fused_attention, loading, sharding
+from specdec.target import alibi, attention, fused_attention, loading, mixers, sharding
 from specdec.target import structure as target_structure
 from specdec.target.fingerprint import UNREAD, Fingerprint, WeightSource, fingerprint_embeddings
 from specdec.target.loading import DTYPES as DTYPES
@@ -33,9 +33,9 @@ from specdec.target.loading import (
     gather_tensor,
     load_model,
     load_skeleton,
-    name_quantisation,
 )
 from specdec.target.loading import load_tokenizer as load_tokenizer
+from specdec.target.quantised import name_quantisation
 from specdec.target.sharding import Share
 from specdec.target.structure import LogitShape, check_supported
 
@@ -89,11 +89,15 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.name, self.trust_remote_code, self.share = name, trust_remote_code, share or Share()
         self.decoder = target_structure.find_decoder(model)
+        self.cache_argument = find_cache_argument(self.decoder.forward)
         self.embed = cast(nn.Embedding, model.get_input_embeddings())
         self.lm_head = cast(nn.Linear, model.get_output_embeddings())
         self.width: int = config.hidden_size
         self.max_positions = target_structure.find_max_positions(config)
         self.rotary_boundary = target_structure.find_rotary_boundary(config)
+        self.adds_masks = attention.choose_implementation(type(model)) == "eager"
+        self.mixer_calls: dict[str, mixers.MixerCall] = {}  # calls of mixers, by the group of layers
+        self.penalises_distance = alibi.take_positions(self.decoder)
         self.quantisation = quantisation or name_quantisation(
             model.config
         )  # method, such as bitsandbytes-4bit; None: not quantised
@@ -137,7 +141,7 @@ class Target:
         model, quantisation, shards = load_model(
             name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
         )
-        if decodes_joined(model.device) and quantisation is None:
+        if decodes_joined(model.device) and getattr(model, "hf_quantizer", None) is None:  # plain weights
             join_products(model)
         return cls(model, name=name, quantisation=quantisation, trust_remote_code=trust_remote_code, shards=shards)
 
@@ -237,10 +241,8 @@ class Target:
 
     @property
     def recurrent(self) -> bool:
-        """Whether some layers keep a state, which no mask can cut: such a target verifies chains, and reads single
-        texts.
-        """
-        return bool(self._mixers)
+        """Whether some layers keep a state, which no mask can cut: such a target verifies chains only."""
+        return bool(self.mixers)
 
     @property
     def windowed(self) -> bool:
@@ -248,16 +250,27 @@ class Target:
         return self.layer_kinds.windowed
 
     @property
+    def masks_positions(self) -> bool:
+        """Whether what a query sees of a key depends on positions: windows, penalties for distance"""
+        return self.windowed or self.penalises_distance
+
+    @property
     def plain(self) -> bool:
-        """Whether all layers have full attention and entries of one shape, and logits are the LM head's output."""
+        """Whether all layers have full attention under a mask alone, entries of one shape, and plain logits."""
         shapes = {shape and (shape.num_heads, shape.width, shape.dtype) for shape in self._shapes}
         alike = len(shapes) == 1 and len(self._shapes) == 2 * self.num_layers
-        return alike and not self.recurrent and not self.windowed and self.shape_logits.plain
+        unlike = self.recurrent or self.masks_positions or self.adds_masks
+        return alike and not unlike and self.shape_logits.plain
 
     @property
     def on_several_devices(self) -> bool:
         """Whether its layers are on several devices."""
         return len({shape.device for shape in self._shapes if shape is not None}) > 1
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of K and V of one token, in all layers."""
+        return sum(shape.num_bytes for shape in self._shapes if shape is not None)
 
     @property
     def layer_types(self) -> list[str]:
@@ -291,6 +304,7 @@ class Target:
         mask: Tensor | tuple[CachedKeys, ...] | None = None,
         cache: RowCache | None = None,
         segments: Segments | None = None,
+        documents: masks.Documents | None = None,
         gradient: bool = False,
     ) -> TargetOutput:
         """Reads tokens [B, S] at positions [B, S]. Returns the final states, and the features that hidden_states name.
@@ -299,6 +313,7 @@ class Target:
         mask [B, 1, S, keys] bool: True where a query may attend, or as of `make_draft_mask`; None: causal
         cache: a cache with `cache.reserve(S)` called
         segments: texts of one row that do not see each other, in place of a mask (where `reads_segments`)
+        documents: the same texts as rows, for layers that keep a state
         gradient: whether to keep the graph, for the training of an adapted target
         """
         if not self.whole:
@@ -312,12 +327,15 @@ class Target:
             self._compile_blocks()
             mask_arguments = {"attention_mask": self.layer_kinds.make_segment_masks(self.device), "segments": segments}
         try:
-            with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
+            with (
+                torch.set_grad_enabled(gradient and torch.is_grad_enabled()),
+                mixers.call_by_document(self.mixers.values(), documents),
+            ):
                 output = self.decoder(
                     input_ids=tokens,
                     position_ids=positions,
                     **mask_arguments,
-                    past_key_values=cache,
+                    **{self.cache_argument: cache},
                     use_cache=False,  # a cache that is given is used all the same; only a new one would not be made
                 )
                 states[self.num_layers] = final = output.last_hidden_state.to(self.device)  # [B, S, D]
@@ -336,7 +354,7 @@ class Target:
         points = [(k, self.layers[k]) for k in hidden_states if k < self.num_layers]
         hooks = [point.register_forward_pre_hook(store_input(k), with_kwargs=True) for k, point in points]
         if isinstance(cache, RowCache) and cache.states is not None:
-            hooks += [self._watch_mixer(number, mixer, cache) for number, mixer in self._mixers.items()]
+            hooks += [self._watch_mixer(number, mixer, cache) for number, mixer in self.mixers.items()]
         return hooks
 
     @functools.cached_property
@@ -346,17 +364,16 @@ class Target:
         """
         if not self._may_try("varlen"):
             return False
-        packed = masks.Packed.from_index(torch.tensor([[0] * 3 + [1] * (target_structure.NUM_TOKENS - 3)])).move_to(
-            self.device
-        )
+        index = torch.tensor([[0] * 3 + [1] * (target_structure.NUM_TOKENS - 3)])
+        packed = masks.Packed.from_index(index, keeps_states=self.recurrent).move_to(self.device)
         tokens = self._sample_text()
+
+        def read_pack(pack: Tensor, positions: Tensor, segments: Segments, rows: masks.Documents | None) -> Tensor:
+            return self.read(pack, (), positions=positions, segments=segments, documents=rows).final
 
         def read(together: bool) -> Tensor:
             if together:
-                return packed.read(
-                    tokens,
-                    lambda *arguments: self.read(arguments[0], (), positions=arguments[1], segments=arguments[2]).final,
-                )
+                return packed.read(tokens, read_pack)
             texts = tokens.split([3, tokens.shape[1] - 3], dim=1)
             return torch.cat([self.read(text, ()).final for text in texts], dim=1)
 
@@ -417,7 +434,8 @@ class Target:
 
     def _may_try(self, path: str) -> bool:
         """Whether a fast path of attention is worth a trial."""
-        unlike = self.recurrent or self.on_several_devices or self.layer_kinds.chunk
+        unlike = self.on_several_devices or self.layer_kinds.chunk or self.adds_masks or self.penalises_distance
+        unlike = unlike or (self.recurrent and path != "varlen")
         return self.whole and not unlike and fast.allows(path, self.device, self.dtype)
 
     def _agrees_with_reference(self, path: str, task: str, read: Callable[[bool], Tensor]) -> bool:
@@ -457,7 +475,8 @@ class Target:
             return
         self._compiles = True
         for layer in self.layers:
-            layer.forward = functools.partial(_run_layer, type(layer).forward, layer)
+            if not set(layer.modules()) & set(self.mixers.values()):  # a mixer's rows have other shapes every time
+                layer.forward = functools.partial(_run_layer, type(layer).forward, layer)
 
     def layer_masks(
         self, mask: Tensor | tuple[CachedKeys, ...] | None, positions: Tensor | None, cache: RowCache | None
@@ -468,10 +487,13 @@ class Target:
         if isinstance(mask, tuple):
             masks, cached = self.layer_kinds.masks_of_cached(mask)
             return {"attention_mask": masks, "cached": cached}
-        if not self.windowed:
-            return {"attention_mask": self.layer_kinds.masks(mask)}
-        assert positions is not None, "windows are windows of positions"
-        keys = positions if cache is None else cache.note_positions(positions)
+        keys = None
+        if self.masks_positions:
+            assert positions is not None, "windows and penalties follow positions"
+            keys = positions if cache is None else cache.note_positions(positions)
+        mask = attention.make_additive(mask, self.dtype) if self.adds_masks else mask
+        if keys is not None and self.penalises_distance:
+            mask = alibi.mark_positions(mask, keys)
         return {"attention_mask": self.layer_kinds.masks(mask, positions, keys)}
 
     def logits(self, final: Tensor) -> Tensor:
@@ -512,7 +534,7 @@ class Target:
         if not self.whole and norm not in names:
             raise ValueError(f"{self.name}: its final norm was not found. {advice}")
         self.norm = self.decoder.get_submodule(names[norm]) if norm in names else norm
-        self._mixers, self._shapes = recorder.mixers, recorder.shapes()
+        self.mixers, self._shapes = recorder.mixers, recorder.shapes()
 
     @torch.no_grad()
     def _check_logits(self) -> None:
@@ -520,25 +542,9 @@ class Target:
 
         Raises ValueError if they differ, or if hidden states have another width than the model.
         """
-        tokens, cache = self._sample_text(), self.cache(1, masked=True)
-        num = tokens.shape[1]
         with target_structure.use_eager_attention(self.model):
-            reference = self.model(tokens).logits.float()
-        features, final = [], []
-        for chunk in tokens.split(2 * num // 3, dim=1):
-            cache.reserve(chunk.shape[1])
-            mask = masks.pending_mask(masks.causal_mask(chunk.shape[1], self.device), cache.lengths, cache.visible)
-            with target_structure.explain_refusals(self.name, self.decoder):
-                output = self.read(chunk, tuple(range(self.num_layers)), positions=cache.slots, mask=mask, cache=cache)
-            features.append(output.features)
-            final.append(output.final)
-            cache.commit(torch.full_like(cache.lengths, chunk.shape[1]), [chunk.shape[1]])
-        sizes = [*features[0].shape, final[0].shape[-1]]
-        if sizes != [1, 2 * num // 3, self.num_layers * self.width, self.width]:
-            raise ValueError(
-                f"{self.name}: the blocks of {type(self.decoder).__name__} do not pass on one state of the model's "
-                "width each. " + target_structure.FAMILY_ADVICE
-            )
+            reference = self.model(self._sample_text()).logits.float()
+        final = self._read_in_parts()
         if not reference.isfinite().all():
             cause = (
                 "use dtype=bfloat16 or float32, whose range is wider"
@@ -552,13 +558,62 @@ class Target:
             "its logits are not its LM head's output of its final state, scaled or capped as its configuration says"
         )
         cache_fault = "it does not go on from its cache by several tokens as it reads a text at once"
-        # Two ways to compute attention differ in 16 bits, and quantised layers compute with at most as many
-        tolerance = 0.3 if self._rounds else 0.02
-        for goal, state, fault in zip(reference.split(2 * num // 3, dim=1), final, (logits_fault, cache_fault)):
-            if not (goal - self.logits(state).float()).norm() <= tolerance * goal.norm():
+        goals = reference.split(len(final[0][0]), dim=1)
+        if self.recurrent and not self._has_logits(final[1], goals[1]):
+            for number, mixer in self.mixers.items():
+                mixers.step_behind_state(mixer, number)
+            final = self._read_in_parts()
+        for goal, state, fault in zip(goals, final, (logits_fault, cache_fault)):
+            if not self._has_logits(state, goal):
                 raise ValueError(
                     f"{self.name}: {fault}, so drafts could not be verified. {target_structure.FAMILY_ADVICE}"
                 )
+        if (self.adds_masks or self.penalises_distance) and not self.recurrent:
+            self._check_tree()
+
+    def _check_tree(self) -> None:
+        """Raises ValueError unless the second branch of a tree is read as a text that ends in it."""
+        tokens = self._sample_text()
+        text = torch.cat([tokens[:, :-2], tokens[:, -1:]], dim=1)
+        branch, reference = self._try_tree(None)[:, -1].float(), self.read(text, ()).final[:, -1].float()
+        if not (branch - reference).norm() <= (MAX_DIFFERENCE if self._rounds else 1e-3) * reference.norm():
+            raise ValueError(
+                f"{self.name}: {type(self.model).__name__} computes attention in its own way, which takes no mask over "
+                f"a tree of drafts. {target_structure.FAMILY_ADVICE}"
+            )
+
+    def _has_logits(self, state: Tensor, goal: Tensor) -> bool:
+        """Whether the logits of a state are `goal`, up to rounding."""
+        # Two ways to compute attention differ in 16 bits, and quantised layers compute with at most as many
+        tolerance = 0.3 if self._rounds else 0.02
+        return bool((goal - self.logits(state).float()).norm() <= tolerance * goal.norm())
+
+    def _read_in_parts(self) -> list[Tensor]:
+        """Final states of two thirds of a short text, and of the rest, which is read from the cache.
+
+        Raises ValueError if the model cannot run, or if hidden states have another width than it.
+        """
+        tokens, cache = self._sample_text(), self.cache(1, masked=True)
+        features, final = [], []
+        for chunk in tokens.split(2 * tokens.shape[1] // 3, dim=1):
+            cache.reserve(chunk.shape[1])
+            mask = masks.pending_mask(masks.causal_mask(chunk.shape[1], self.device), cache.lengths, cache.visible)
+            with target_structure.explain_refusals(self.name, self.decoder):
+                output = self.read(chunk, tuple(range(self.num_layers)), positions=cache.slots, mask=mask, cache=cache)
+            features.append(output.features)
+            final.append(output.final)
+            cache.commit(torch.full_like(cache.lengths, chunk.shape[1]), [chunk.shape[1]])
+        if final[0].shape[-1] != self.width:
+            raise ValueError(
+                f"{self.name}: the blocks of {type(self.decoder).__name__} pass on states of {self.width} numbers, and "
+                f"its LM head reads {final[0].shape[-1]}, while heads have one width. {target_structure.FAMILY_ADVICE}"
+            )
+        if [*features[0].shape[1:]] != [2 * tokens.shape[1] // 3, self.num_layers * self.width]:
+            raise ValueError(
+                f"{self.name}: the blocks of {type(self.decoder).__name__} do not pass on one state of the model's "
+                "width each. " + target_structure.FAMILY_ADVICE
+            )
+        return final
 
     def _sample_text(self) -> Tensor:
         num = target_structure.NUM_TOKENS

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 from transformers.cache_utils import LinearAttentionCacheLayerMixin as StateLayer
 from transformers.masking_utils import create_masks_for_generate
 
+from specdec.core.cache import find_cache_argument
 from specdec.core.cache_memory import EntryShape
 from specdec.core.cached_keys import CachedKeys
 from specdec.core.devices import name_cause
@@ -172,7 +172,11 @@ def trace_layers(
     hooks += [module.register_forward_hook(pop_module) for module in layer_modules]
     try:
         final = decoder(
-            input_ids=tokens, position_ids=positions, attention_mask=masks, past_key_values=recorder, use_cache=False
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=masks,
+            use_cache=False,
+            **{find_cache_argument(decoder.forward): recorder},
         ).last_hidden_state
     finally:
         for hook in hooks:
@@ -193,7 +197,7 @@ def explain_refusals(name: str, decoder: nn.Module, *, advice: str = FAMILY_ADVI
     Raises ValueError for a decoder without a cache.
     """
     kind = type(decoder).__name__
-    if "past_key_values" not in inspect.signature(decoder.forward).parameters:
+    if not find_cache_argument(decoder.forward):
         raise ValueError(
             f"{name}: {kind} takes no cache of keys and values (past_key_values), as models without any attention do. "
             f"{advice}"
@@ -228,6 +232,7 @@ def use_eager_attention(model: PreTrainedModel) -> Iterator[None]:
 # which share positions, see the right entries.
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+KNOWN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")  # the last: without entries
 STATE_KINDS = ("linear_attention", "conv", "mamba", "moe", "mlp")  # layers that take no mask over entries
 
 LayerMasks = Tensor | dict[str, Tensor | None] | None  # attention_mask of a transformers decoder
@@ -268,7 +273,9 @@ class LayerKinds:
 
     def make_segment_masks(self, device: torch.device) -> LayerMasks:
         """Stand-ins for the masks of each kind of layer in a pass over segments (target/attention.py)."""
-        return self._map_kinds(lambda name: make_segment_mask(self._window(name), device))
+        return self._map_kinds(
+            lambda name: None if name in STATE_KINDS else make_segment_mask(self._window(name), device)
+        )
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -328,14 +335,14 @@ def _name_mask_kinds(model: PreTrainedModel, config: PreTrainedConfig) -> tuple[
     device = cast(nn.Embedding, model.get_input_embeddings()).weight.device
     device = torch.device("cpu") if device.type == "meta" else device  # that function reads its masks
     tokens = torch.ones(1, 2, dtype=torch.long, device=device)
-    create_masks = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    create_masks: Callable[..., Any] = getattr(model, "create_masks_for_generate", create_masks_for_generate)
     try:
         masks = create_masks(
             config=config,
             inputs_embeds=torch.zeros(1, 2, 1, device=device),
             attention_mask=tokens,
-            past_key_values=None,
             position_ids=tokens.cumsum(-1) - 1,
+            **{find_cache_argument(create_masks): DynamicCache(config=config)},
         )
     except TypeError:  # transformers 5.19 passes an argument that its masks of chunks do not take
         masks = dict.fromkeys(config.layer_types)
@@ -351,7 +358,7 @@ def check_supported(config: PreTrainedConfig, name: str) -> None:
         unknown = {
             type(layer).__name__
             for layer in DynamicCache(config=config).layers
-            if not isinstance(layer, StateLayer) and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)
+            if not isinstance(layer, StateLayer) and type(layer).__name__ not in KNOWN_LAYERS
         }
     except KeyError as error:  # a kind that transformers' cache does not know before the model's own code is imported
         unknown = {str(error.args[0])}

@@ -158,13 +158,13 @@ class Verifier:
 
     @property
     def capturable(self) -> bool:
-        """Whether a pass can be a CUDA graph. Masks of windows keep positions, and recurrent layers states, outside of
+        """Whether a pass can be a CUDA graph. Masks by position keep positions, and recurrent layers states, outside of
         K and V.
         """
         target = self.target
         if not self.runner.cuda_graphs or target.recurrent or target.share.size > 1:
             return False
-        masks_positions = target.windowed and not target.reads_length
+        masks_positions = target.masks_positions and not target.reads_length
         return not (masks_positions or target.on_several_devices)
 
     def _read(

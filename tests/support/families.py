@@ -66,10 +66,9 @@ MAMBA2 = {
 STREAMS = "do not pass on one state of the model's width each"
 INDEXED = r"of a kind that is not known here \(DynamicIndexedLayer\)"
 COMPRESSED = r"of a kind that is not known here \(DeepseekV4CSACache, DeepseekV4HCACache\)"
-NO_SCAN = "does not go on from its cache by several tokens as it reads a text at once"
 NO_CACHE = "takes no cache of keys and values"
 OWN_ATTENTION = "computes attention in its own way, which takes no mask over a tree of drafts"
-ALIBI = "does not run with masks and a cache that are given to it"
+NARROW = "pass on states of 32 numbers, and its LM head reads 16, while heads have one width"
 NO_BLOCKS = "has no list of 4 blocks"
 
 
@@ -80,8 +79,8 @@ class Family:
     model_type: name in AutoConfig; variant: name that tells apart families of one model type
     fields: fields of the configuration that differ from SIZES
     refused: a regular expression of the sentence that refuses the family; empty for a family that works
-    recurrent: whether targets verify chains only, and are trained on one conversation a row
-    compiled: whether decode.compile=true works; with recurrent layers it never does
+    recurrent: whether targets verify chains only
+    compiled: whether decode.compile=true works
     """
 
     model_type: str
@@ -90,10 +89,6 @@ class Family:
     refused: str = ""
     recurrent: bool = False
     compiled: bool = True
-
-    @property
-    def compiles(self) -> bool:
-        return self.compiled and not self.recurrent
 
     def __str__(self) -> str:
         return "-".join(filter(None, [self.model_type, self.variant]))
@@ -206,6 +201,7 @@ FAMILIES = [
         refused=STREAMS,
     ),
     Family("gemma4_text", {**WINDOW, "global_head_dim": 16, "hidden_size_per_layer_input": 0}, compiled=False),
+    Family("gemma4_unified_text", {**WINDOW, "global_head_dim": 16}, compiled=False),
     Family(
         "gemma4_text",
         {
@@ -242,11 +238,11 @@ FAMILIES = [
     Family("mixtral", {**LOCAL}),
     Family("mixtral", {**LOCAL, "sliding_window": 6}, "window"),
     Family("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
-    Family("glm4_moe", {**ROUTED, "use_qk_norm": True}, compiled=False),
+    Family("glm4_moe", {**ROUTED, "use_qk_norm": True}),
     Family("granitemoe", {**GRANITE, **LOCAL}, compiled=False),
-    Family("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}, compiled=False),
-    Family("dots1", {**ROUTED, **WINDOW, "n_shared_experts": 1, "first_k_dense_replace": 1}, compiled=False),
-    Family("exaone_moe", {**EXPERTS, **WINDOW, "num_experts": 4}, compiled=False),
+    Family("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}),
+    Family("dots1", {**ROUTED, **WINDOW, "n_shared_experts": 1, "first_k_dense_replace": 1}),
+    Family("exaone_moe", {**EXPERTS, **WINDOW, "num_experts": 4}),
     Family("cohere2_moe", {**EXPERTS, **WINDOW, "num_experts": 4}),
     Family("mellum", {**EXPERTS, **WINDOW, "num_experts": 4}, compiled=False),
     Family("laguna", {**EXPERTS, **WINDOW, "num_experts": 4}, compiled=False),
@@ -256,15 +252,15 @@ FAMILIES = [
     Family("granitemoe_swa", {**GRANITE, **WINDOW, **LOCAL}, compiled=False),
     Family("minimax_m2", {**LOCAL}),
     Family("phimoe", {**LOCAL, "lm_head_bias": True}),
-    Family("hy_v3", {**EXPERTS, "num_experts": 4}, compiled=False),
+    Family("hy_v3", {**EXPERTS, "num_experts": 4}),
     Family("solar_open", {**ROUTED}),
     Family("jetmoe", {"kv_channels": 8, **LOCAL, "num_attention_heads": 4}, compiled=False),
     # Latent attention, indexers
     Family("minicpm3", {**LATENT, "dim_model_base": 16}),
     Family("deepseek_v2", {**LATENT, **ROUTED, "first_k_dense_replace": 1}, compiled=False),
-    Family("deepseek_v3", {**LATENT, **ROUTED, **LATENT_MIXTURE}, compiled=False),
+    Family("deepseek_v3", {**LATENT, **ROUTED, **LATENT_MIXTURE}),
     Family("youtu", LATENT),
-    Family("glm4_moe_lite", {**LATENT, **ROUTED}, compiled=False),
+    Family("glm4_moe_lite", {**LATENT, **ROUTED}),
     Family(
         "longcat_flash",
         {
@@ -370,8 +366,9 @@ FAMILIES = [
             "position_embedding_type": "rope",
         },
         recurrent=True,
+        compiled=False,
     ),
-    Family("bamba", {**MAMBA2, "attn_layer_indices": [1, 3]}, recurrent=True),
+    Family("bamba", {**MAMBA2, "attn_layer_indices": [1, 3]}, recurrent=True, compiled=False),
     Family(
         "falcon_h1",
         {
@@ -388,6 +385,7 @@ FAMILIES = [
             "ssm_out_multiplier": 0.9,
         },
         recurrent=True,
+        compiled=False,
     ),
     Family(
         "nemotron_h",
@@ -419,7 +417,7 @@ FAMILIES = [
             "mamba_d_state": 8,
             "mamba_d_conv": 4,
         },
-        refused=NO_SCAN,
+        recurrent=True,
     ),
     Family(
         "zamba2",
@@ -437,18 +435,20 @@ FAMILIES = [
             "use_mamba_kernels": False,
         },
         recurrent=True,
+        compiled=False,
     ),
     Family("mamba", {"state_size": 8}, refused=NO_CACHE),
     Family("gpt_neox", {"rotary_pct": 0.5}, compiled=False),
     Family("gpt2", compiled=False),
     Family("gpt_bigcode", compiled=False),
-    Family("gptj", {"rotary_dim": 4}, refused=OWN_ATTENTION),
+    Family("gptj", {"rotary_dim": 4}, compiled=False),
+    Family("mpt", {"n_layers": 4, "n_heads": 4}, refused=OWN_ATTENTION),  # its ALiBi counts slots of the cache
     Family("biogpt", compiled=False),
     Family("opt", {"ffn_dim": 48, "init_std": 0.25, "word_embed_proj_dim": 32}, compiled=False),
-    Family("opt", {"ffn_dim": 48, "init_std": 0.25, "word_embed_proj_dim": 16}, "narrow", refused=STREAMS),
-    Family("bloom", refused=OWN_ATTENTION),
+    Family("opt", {"ffn_dim": 48, "init_std": 0.25, "word_embed_proj_dim": 16}, "narrow", refused=NARROW),
+    Family("bloom", compiled=False),
     Family("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, compiled=False),
-    Family("falcon", {"alibi": True, "bias": True}, "alibi", refused=ALIBI),
+    Family("falcon", {"alibi": True, "bias": True}, "alibi", compiled=False),
     Family("phi", {"qk_layernorm": True}),
     Family("persimmon"),
 ]

@@ -32,14 +32,16 @@ def read_outputs(
     layers: numbers of the F hidden states; gradient: whether to keep the graph, for the training of an adapted target
     """
 
-    def read_states(tokens: Tensor, positions: Tensor, segments: Segments | None = None) -> Tensor:
-        output = target.read(tokens, layers, positions=positions, segments=segments, gradient=gradient)
+    def read_states(
+        tokens: Tensor, positions: Tensor, segments: Segments | None = None, rows: Documents | None = None
+    ) -> Tensor:
+        output = target.read(tokens, layers, positions=positions, segments=segments, documents=rows, gradient=gradient)
         return torch.cat([output.features, output.final], dim=-1)
 
     document_ids = batch.on_host.documents
     documents: Documents | Packed
     if target.reads_segments:
-        documents = Packed.from_index(document_ids)
+        documents = Packed.from_index(document_ids, keeps_states=target.recurrent)
     else:
         documents = Documents.from_index(document_ids)
         equalise_target_calls(target, len(documents.groups))

@@ -22,6 +22,7 @@ from specdec.target.model import Target, TargetOutput, load_tokenizer
 from specdec.text import conversations as data
 from specdec.text import reading
 from specdec.text.chat_template import check_arguments
+from specdec.text.messages import write_value
 from train.data.batches import collate
 from train.data.encoding import Encoding, load_rows
 from train.data.packing import EncodedRows, Packs, choose_draft_vocab, pack_first_fit
@@ -91,6 +92,7 @@ class PlannedFacts:
         try:
             tokenizer = self.tokenizer
         except ValueError:
+            check_listed_options(self.options)
             return None
         return encode_rows(self.options, tokenizer)
 
@@ -200,9 +202,9 @@ def load_target(options: RunOptions, dtype: str, processes: PartialState) -> Tar
 
 
 def decide_packing(target: Target, *, length: int, pack: bool | None) -> bool:
-    """Whether rows of `length` tokens hold several conversations. pack: the user's choice; None: if the target can
+    """Whether rows of `length` tokens hold several conversations. pack: the user's choice; None: they do
 
-    Raises ValueError for a length, or for packing, that the target cannot read.
+    Raises ValueError for a length that the target cannot read.
     """
     limit, boundary = target.max_positions, target.rotary_boundary
     if limit is not None and length > limit:
@@ -212,12 +214,7 @@ def decide_packing(target: Target, *, length: int, pack: bool | None) -> bool:
             f"data.length={length}: {target.name} turns keys by other angles in texts longer than {boundary} tokens "
             "(LongRoPE), and would in all rows of a batch at once: lower it to at most that."
         )
-    if pack and target.recurrent:
-        raise ValueError(
-            f"data.pack=true: {target.name} has recurrent or convolution layers, whose state would run from one "
-            "conversation into the next. Leave data.pack=null, which then gives each conversation a row of its own."
-        )
-    return not target.recurrent if pack is None else pack
+    return pack is not False
 
 
 def encode_rows(options: RunOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[EncodedRows, numpy.ndarray]:
@@ -231,6 +228,21 @@ def encode_rows(options: RunOptions, tokenizer: PreTrainedTokenizerBase) -> tupl
         )
         # whichever process encodes shows it
         return load_rows(sources.train, encoding, hold_out=sources.hold_out, tokens=sources.tokens)
+
+
+def check_listed_options(options: RunOptions) -> None:
+    """Raises ValueError for a value of the chat template that the target's file in conf/target does not list."""
+    target = options.target
+    if target.template_options is None or (target.outline or {}).get("of") != target.name:
+        return
+    lists = {key: ", ".join(map(write_value, values)) for key, values in target.template_options.items()}
+    for key, value in options.template.items():
+        if value not in target.template_options.get(key, ()):
+            listed = "; ".join(f"{name}: {values}" for name, values in lists.items()) or "no option"
+            raise ValueError(
+                f"template.{key}={write_value(value)}: the chat template of {target.name} does not take it. It takes "
+                f"{listed}."
+            )
 
 
 def read_text_lengths(packs: Packs) -> TextLengths:
