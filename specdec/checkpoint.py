@@ -26,6 +26,7 @@ from specdec.decoding.drafting import Drafting
 from specdec.export import published
 from specdec.heads.base import Head
 from specdec.heads.native import NativeMTP
+from specdec.heads.native_modules.layouts import find_engine
 from specdec.proposers.base import Proposer
 from specdec.target.adapter import check_unadapted, merge_adapter
 from specdec.target.fingerprint import describe_difference
@@ -35,7 +36,6 @@ HEAD_MODULES = ("specdec.heads.", "specdec.experiments.")
 MOVED_CLASSES = {  # classes in files of earlier versions, and where they are now
     "specdec.heads.consistency.Consistency": "specdec.experiments.jacobi.head.Consistency",
     "train.objective.Objective": "train.objective.objective.Objective",
-    "train.consistency.ConsistencyObjective": "specdec.experiments.jacobi.objective.ConsistencyObjective",
 }
 FACTS_FILE = "about.json"  # a file in the folder of a run: data, target and start
 BEST_FILE = "best"  # a file in the folder of a run, with the name of a step's folder
@@ -82,20 +82,15 @@ def read_document(folder: Path) -> dict:
     if published.is_published(folder):
         return published.describe_published(folder)
     document = read_json(untrusted.find_inside(folder, "drafter.json"))
-    document.pop("native", None)  # the first MTP heads, the shipped one among them, have an argument that meant nothing
-    path = find_moved_class(document.get("_target_"))
+    path = document.get("_target_")
+    path = MOVED_CLASSES.get(str(path), path)
     if hub.is_hub_name(hub.pin_commit(folder)) and not str(path).startswith(HEAD_MODULES):
         raise ValueError(f"{folder}: a head from the Hub has a class of {HEAD_MODULES[0]}*, and this one has {path!r}.")
     return document | {"_target_": path}
 
 
-def find_moved_class(path: Any) -> Any:
-    """The path of a class that an earlier version had elsewhere; any other value as it is."""
-    return MOVED_CLASSES.get(path, path) if isinstance(path, str) else path
-
-
 def read_facts(folder: Path) -> dict:
-    """about.json of a run, or of the run that a step's folder belongs to; {} for older runs.
+    """about.json of a run, or of the run that a step's folder belongs to; {} without one.
 
     Raises ValueError if it is damaged.
     """
@@ -155,7 +150,6 @@ def load_head_class(path: str) -> type[Head]:
     Heads of specdec.heads and of experiments are accepted, others with trust_code=true.
     Raises ValueError for any other path.
     """
-    path = find_moved_class(path)
     module, _, name = path.rpartition(".")
     trusted = module.startswith(HEAD_MODULES) or extensions.trusts_code()
     if trusted and all(word.isidentifier() for word in path.split(".")):
@@ -316,6 +310,9 @@ def _read_drafter(folder: Path, target: Target, dtype: torch.dtype | None, *, ex
     else:
         document = read_document(folder)
         tensors = read_tensors(untrusted.find_inside(folder, "drafter.safetensors"))
+        if "recycle_norm" in document:  # of native modules before they named their engine
+            raw_state = not document.pop("recycle_norm")
+            document["engine"] = find_engine(target.config.model_type, raw_state=raw_state)
         _check_target(folder, document, target)
     check_unadapted(target)
     if exact:

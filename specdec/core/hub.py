@@ -33,8 +33,10 @@ FILES = ("drafter.json", "drafter.safetensors", "SHA256SUMS", "report.json", "se
 # Files of a published head (specdec/export/published.py): small files, and weights
 HEAD_FILES = ("config.json", "model.safetensors.index.json", "mask_embedding.pt", "token_map.pt")
 HEAD_WEIGHTS = ("*.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
+# Weights of a model, by pattern: all other files are small
+MODEL_WEIGHTS = "*.safetensors *.bin *.pt *.pth *.gguf *.h5 *.msgpack onnx/* original/*".split()
 # A tensor that only a whole model has
-WHOLE_MODEL_TENSOR = re.compile(r".+\.(embed_tokens|wte|word_embeddings|embed_in)\.weight")
+WHOLE_MODEL_TENSOR = re.compile(r".+\.(embed_tokens|embeddings|wte|word_embeddings|embed_in)\.weight")
 ONLY_SHOWN = ("README.md", "report.html")  # uploaded for readers, never downloaded
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 COMMIT_SECONDS = 10  # limit for the Hub's answer about the commit of a name
@@ -158,6 +160,24 @@ def indexes_whole_model(folder: Path) -> bool:
     path = untrusted.find_inside(folder, HEAD_FILES[1])
     files_by_tensor = untrusted.read_json(path).get("weight_map") if path.exists() else None
     return isinstance(files_by_tensor, dict) and any(map(WHOLE_MODEL_TENSOR.fullmatch, files_by_tensor))
+
+
+def fetch_small_files(name: str, folder: Path) -> None:
+    """Downloads what a repository has beside weights: tokenizer, chat template, generation_config.json, ..
+
+    folder: folder of its commit in the cache, which without the Hub stays as it is
+    Raises ValueError if the download fails.
+    """
+    try:
+        snapshot_download(
+            name,
+            revision=folder.name,
+            cache_dir=folder.parents[2],
+            ignore_patterns=MODEL_WEIGHTS,
+            local_files_only=not is_hub_reachable(),
+        )
+    except Exception as error:  # those of the HTTP library too
+        raise ValueError(f"{name} could not be downloaded: {describe_error(error)}. Try again.") from error
 
 
 def push_files(repo: str, contents: dict[str, Path | bytes], *, private: bool = False, message: str) -> CommitInfo:

@@ -27,6 +27,7 @@ from specdec.export.family import (
     refuse_windows,
 )
 from specdec.export.layout import Layout, Parsed, Tensors
+from specdec.heads.blocks import measure_embedding_scale
 from specdec.heads.convolution import GROUP, BlockConvolution
 from specdec.heads.dependence.markov import Markov
 from specdec.heads.dependence.selector import Selector
@@ -37,6 +38,9 @@ from specdec.target.structure import FULL, SLIDING
 MASK_FILE = "mask_embedding.pt"
 NO_OWN_MASK = "take format=vllm, or train with head.drafter.mask_token=ID, a token that no text has"
 ATTENTION_NAME = re.compile(r"^(layers\.\d+\.)([qkvo]_proj|[qk]_norm)\b")  # engines have these inside `self_attn`
+# weights of maps into the residual stream, or into a norm
+SCALED_WEIGHTS = ("fc.weight", "q_proj.weight", "k_proj.weight", "o_proj.weight", "down_proj.weight")
+SCALE_FIELDS = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")
 LAYER_TENSORS = ("fc.", "hidden_norm.", "norm.", "layers.")
 # tables of all tokens, which here may be maps of their embeddings
 TOKEN_TABLES = (
@@ -57,6 +61,7 @@ BLOCK_NAMES = [
 RUNNER_NOTE = "Only vLLM's V2 runner (GPU) drafts with this head."
 ADAPTIVE_NOTE = "enable_adaptive_verification uses its confidence head."
 MASK_NOTE = "mask_embedding.pt has the mask's embedding: keep it beside the weights, where vLLM looks for it."
+SCALE_NOTE = "These weights expect the scaled embedding that SGLang's source gives to the head; it was not run."
 CONFIDENCE_NOTE = "SGLang uses the confidence head where SGLANG_RAGGED_VERIFY_MODE=compact is in the environment."
 
 
@@ -73,6 +78,7 @@ class BlockKind:
     read_dependence: Callable[[Tensors, dict], dict | None] = lambda head, config: None  # -> its arguments
     anchor_field: str | None = None  # required field with `anchor_predicts`; None: sample_from_anchor, or a default
     convolution: bool = False  # whether engines have the convolution with it
+    embeds_drafts: bool = False  # whether its dependence reads embeddings of drafts in engines
     output_fields: Mapping[str, Any] = field(default_factory=dict)  # fields for a head with an LM head of its own
     draft_vocabulary: bool = True
 
@@ -201,18 +207,20 @@ def refuse_unknown_to_engines(drafter: BlockDrafter, kind: BlockKind) -> None:
         )
     if find_convolution(drafter) is not None and not kind.convolution:
         raise ValueError("Engines have the convolution with a selector or LiLiCorr only: train with convolution=null.")
-    if kind.kind != "dflash" and not drafter.target.shape_logits.plain:
+    if kind.kind not in ("dflash", "dspark", "dflash2") and not drafter.target.shape_logits.plain:
         raise ValueError(
             f"{drafter.target.name} scales or caps its logits. This head adds its scores behind that, and engines "
-            "before: take format=safetensors, or train a DFlash drafter (dependence=null)."
+            "before: take format=safetensors, or train a DFlash, DSpark or DFlash 2 drafter."
         )
     layout.check_layers(drafter.target_layers, drafter.target)
-    layout.check_embedding(drafter.target)
+    if kind.embeds_drafts:
+        layout.check_embedding(drafter.target)
 
 
-def write_layers(drafter: BlockDrafter, kind: BlockKind) -> tuple[Tensors, dict]:
+def write_layers(drafter: BlockDrafter, kind: BlockKind, engine_scale: float) -> tuple[Tensors, dict]:
     """Public tensors of layers, dependence and output, and the fields of config.json that all kinds have.
 
+    engine_scale: factor of the embedding's rows, and of the mask, that the engine gives to the head
     Raises ValueError for a head with a part that no engine has.
     """
     refuse_unknown_to_engines(drafter, kind)
@@ -238,7 +246,20 @@ def write_layers(drafter: BlockDrafter, kind: BlockKind) -> tuple[Tensors, dict]
         output = drafter.goal_head[0] if drafter.lm_head is None else drafter.lm_head.weight
         tensors |= {"lm_head.weight": output, **layout.make_vocab_tensors(drafter)}
         config |= kind.output_fields
+    scale_inputs(tensors, config, engine_scale / drafter.embedding_scale)
     return tensors, config
+
+
+def scale_inputs(tensors: Tensors, config: dict, factor: float) -> None:
+    """Gives the layers the same output for inputs of `factor` times the size, in place.
+
+    The residual stream and what enters a norm grow as much. Epsilon grows by the square, so no norm's output changes.
+    """
+    if factor == 1:
+        return
+    for name in [name for name in tensors if name.endswith(SCALED_WEIGHTS)]:
+        tensors[name] = factor * tensors[name]
+    config["rms_norm_eps"] *= factor**2
 
 
 def write_dependence(drafter: BlockDrafter, kind: BlockKind) -> Tensors:
@@ -250,7 +271,7 @@ def write_dependence(drafter: BlockDrafter, kind: BlockKind) -> Tensors:
     for name in TOKEN_TABLES:
         table = getattr(drafter.dependence, name, None)
         if isinstance(table, nn.Linear):
-            rows = embedding.detach().to(table.weight.dtype)
+            rows = drafter.embedding_scale * embedding.detach().to(table.weight.dtype)
             tensors[f"{name}.weight"] = nn.functional.linear(rows, table.weight)
     return layout.rename_tensors(tensors, layout.swap_names(list(kind.names.items())))
 
@@ -267,10 +288,11 @@ def count_inputs(drafter: BlockDrafter) -> int:
     return drafter.num_drafts + (not drafter.anchor_predicts)
 
 
-def write_dflash(drafter: BlockDrafter, kind: BlockKind) -> Layout:
+def write_dflash(drafter: BlockDrafter, kind: BlockKind, engine_scale: float = 1.0) -> Layout:
     """DFlash, and kinds with its layout.
 
     Engines have no draft vocabulary for most of these, so all V tokens are drafted.
+    engine_scale: see `write_layers`
     Raises ValueError for heads that engines would run otherwise.
     """
     if drafter.embedding is not None:
@@ -281,8 +303,8 @@ def write_dflash(drafter: BlockDrafter, kind: BlockKind) -> Layout:
         raise ValueError("Engines have confidence heads for DSpark only: train with confidence=false.")
     if not kind.draft_vocabulary:
         drafter = layout.drop_draft_vocab(drafter)
-    fields = kind.write_fields(drafter)
-    tensors, config = write_layers(drafter, kind)
+    fields = kind.write_fields(drafter) | write_scale_field(engine_scale)
+    tensors, config = write_layers(drafter, kind, engine_scale)
     mask, causal = choose_mask_token(drafter), find_causality(drafter)
     # engines number layer outputs: one less than hidden states
     outputs = [number - 1 for number in drafter.target_layers]
@@ -291,6 +313,11 @@ def write_dflash(drafter: BlockDrafter, kind: BlockKind) -> Layout:
         config["is_causal"] = nested["causal"] = causal
     config |= {"block_size": count_inputs(drafter), "dflash_config": nested}
     return Layout(tensors, config, make_mask_file(drafter, mask))
+
+
+def write_scale_field(engine_scale: float) -> dict:
+    """The field of `dflash_config` that says by how much the engine scales the embedding's rows; none for 1"""
+    return {} if engine_scale == 1 else {"input_embedding_scale": engine_scale}
 
 
 def write_convolution_fields(drafter: BlockDrafter) -> dict:
@@ -309,20 +336,25 @@ def write_selector_fields(drafter: BlockDrafter) -> dict:
             "Engines have DFlash 2 with a selector, a convolution, and an anchor that predicts nothing: train with "
             "dependence.kind=selector convolution=2 anchor_predicts=false."
         )
+    shape, shape_fields = drafter.target.shape_logits, {}
+    if not shape.plain:
+        shape_fields = {"output_multiplier": shape.scale, "final_logit_softcapping": shape.cap}
     return {
         **convolution,
+        **shape_fields,
         "selector_rank": selector.hidden.out_features,
         "selector_top_k": selector.top,
         "sample_from_anchor": False,
     }
 
 
-def write_dspark(drafter: BlockDrafter) -> Layout:
+def write_dspark(drafter: BlockDrafter, engine_scale: float = 1.0) -> Layout:
     """DSpark with the target's embedding, in which the mask replaces one token's row: engines read the mask there only.
 
+    engine_scale: see `write_layers`
     Raises ValueError for a head without a Markov head, and for parts that no engine has.
     """
-    tensors, config = write_layers(drafter, DSPARK)
+    tensors, config = write_layers(drafter, DSPARK, engine_scale)
     markov, confidence = drafter.dependence, drafter.confidence_head
     if not isinstance(markov, Markov):
         raise ValueError("Engines have no DSpark without a Markov head: train with dependence.kind=markov.")
@@ -348,6 +380,8 @@ def write_dspark(drafter: BlockDrafter) -> Layout:
     if drafter.window is not None and causal is not None:  # where DFlash's classes look, from which DSpark's derive
         places = {name: config[name] for name in ("mask_token_id", "target_layer_ids")}
         config |= {"is_causal": causal, "dflash_config": places | {"causal": causal}}
+    if scale_field := write_scale_field(engine_scale):
+        config["dflash_config"] = config.get("dflash_config", {}) | scale_field
     return Layout(tensors, config)
 
 
@@ -355,7 +389,8 @@ def write_sglang_dflash(drafter: BlockDrafter, kind: BlockKind) -> Layout:
     """A block drafter for SGLang, which drafts from all tokens.
 
     SGLang takes the mask from a row of the target's embedding, and writes DFlash's mask_embedding.pt into that row. So
-    no text may have this token. Raises ValueError for masks without such a row.
+    no text may have this token. It embeds by the target's own module, which scales Gemma's rows.
+    Raises ValueError for masks without such a row.
     """
     target, row, side_files = drafter.target, find_target_row(drafter), {}
     copy = layout.drop_draft_vocab(drafter)
@@ -364,7 +399,7 @@ def write_sglang_dflash(drafter: BlockDrafter, kind: BlockKind) -> Layout:
         if row is None:
             raise ValueError(describe_missing_row(target))
         side_files = make_mask_file(drafter, row)
-    plain_layout = write_dflash(copy, kind)
+    plain_layout = write_dflash(copy, kind, measure_embedding_scale(target))
     nested = plain_layout.config["dflash_config"] | {"mask_token_id": row}
     return Layout(plain_layout.tensors, plain_layout.config | {"dflash_config": nested}, side_files)
 
@@ -377,7 +412,7 @@ def write_sglang_dspark(drafter: BlockDrafter) -> Layout:
     row, copy = find_target_row(drafter), layout.drop_draft_vocab(drafter)
     if row is None:
         raise ValueError(describe_missing_row(drafter.target))
-    plain_layout = write_dspark(copy)
+    plain_layout = write_dspark(copy, measure_embedding_scale(drafter.target))
     config = plain_layout.config | {
         "mask_token_id": row,
         "block_size": drafter.num_drafts,
@@ -403,12 +438,22 @@ def write_llama_cpp_dflash(drafter: BlockDrafter, kind: BlockKind) -> Layout:
     Raises ValueError for a lattice that is too large.
     """
     lattice, width = drafter.lattice, drafter.target.width
+    if lattice is not None and not drafter.target.shape_logits.plain:
+        raise ValueError(describe_shaped_candidates(drafter.target, "llama.cpp's build 11434"))
     if lattice is not None and lattice.top * (lattice.top + 1) > width:
         raise ValueError(
             "llama.cpp carries a selector's candidates and scores in a state, and "
             f"{lattice.top * (lattice.top + 1)} numbers do not fit into {width}: train with a smaller dependence.top."
         )
     return write_dflash(layout.drop_draft_vocab(drafter), kind)
+
+
+def describe_shaped_candidates(target: Target, engine: str) -> str:
+    """The sentence for DFlash 2 and a target that scales or caps its logits."""
+    return (
+        f"{target.name} scales or caps its logits, and {engine} has no place for that beside a selector: take "
+        "format=vllm or sglang, or train a DFlash or DSpark drafter."
+    )
 
 
 CONTAINER_FIELDS = {  # fields that the container has from the layout outside of it
@@ -442,6 +487,8 @@ def write_dflash_container(drafter: BlockDrafter, kind: BlockKind, architecture:
 
     Raises ValueError for heads that its readers would run otherwise.
     """
+    if drafter.lattice is not None and not drafter.target.shape_logits.plain:
+        raise ValueError(describe_shaped_candidates(drafter.target, "a Speculators container"))
     plain_layout = write_dflash(drafter, kind)
     nested = plain_layout.config["dflash_config"]
     fields = {
@@ -494,6 +541,7 @@ def read_block_drafter(family: ExportFamily, kind: BlockKind, files: PublishedFi
     Raises ValueError if they are none of this target.
     """
     config, tensors = flatten_fields(files.flat), dict(files.tensors)
+    check_logit_shape(config, target)
     mask = read_mask_file(files.side_files)
     mask_id = config.get("mask_token_id")
     layers = _read_layer_numbers(config)
@@ -524,7 +572,19 @@ def read_block_drafter(family: ExportFamily, kind: BlockKind, files: PublishedFi
         **_read_fixed_mask(mask, mask_id, target),
         **_read_parts(kind, head, config),
     }
+    if config.get("input_embedding_scale"):
+        arguments["embedding_scale"] = float(config["input_embedding_scale"])
     return layout.add_own_embedding(arguments, head, embedding)
+
+
+def check_logit_shape(config: dict, target: Target) -> None:
+    """Raises ValueError for a head that scales or caps its logits otherwise than its target."""
+    multiplier, cap = config.get("output_multiplier") or 1, config.get("final_logit_softcapping") or None
+    if (multiplier, cap) not in ((1, None), (target.shape_logits.scale, target.shape_logits.cap)):
+        change = "scales" if multiplier != 1 else "caps"
+        raise ValueError(
+            f"it is a drafter that {change} its logits, and {target.name} does not do so, which cannot be imported."
+        )
 
 
 def _read_layer_numbers(config: dict) -> tuple[int, ...]:
@@ -639,6 +699,10 @@ NVIDIA = EngineRules(
             f"take the mask from the target's embedding, and this head has its own: {NO_OWN_MASK}",
             lambda drafter: find_target_row(drafter) is None,
         ),
+        Clause(
+            "are not known to leave out the scale of the target's embedding, as vLLM does",
+            lambda drafter: measure_embedding_scale(drafter.target) != 1,
+        ),
     ]
 )
 
@@ -664,8 +728,11 @@ def make_vllm_rules(*notes: str, refusals: Sequence[Clause] = ()) -> EngineRules
 
 def make_sglang_rules(*notes: Clause, **changes: Any) -> EngineRules:
     """The rules of SGLang, with further notes behind those for all block drafters."""
-    confidence = Clause(CONFIDENCE_NOTE, lambda drafter: drafter.has_confidence)
-    return EngineRules(notes=[note_window("SGLang"), confidence, *notes], **changes)
+    further = [
+        Clause(CONFIDENCE_NOTE, lambda drafter: drafter.has_confidence),
+        Clause(SCALE_NOTE, lambda drafter: measure_embedding_scale(drafter.target) != 1),
+    ]
+    return EngineRules(notes=[note_window("SGLang"), *further, *notes], **changes)
 
 
 def note_window(engine: str) -> Clause:

@@ -216,7 +216,8 @@ def check_target(engine: str, kind: str, target: Target) -> tuple[str, ...]:
     """
     model_type, source, notes = target.config.model_type, ENGINES[engine]["source"], []
     if FAMILIES[kind].inputs != "draft":  # a draft model has an LM head of its own
-        if not target.shape_logits.plain:  # engines take the weight of a borrowed LM head alone
+        # engines take the weight of a borrowed LM head alone, but for DFlash 2, whose configuration has scale and cap
+        if not target.shape_logits.plain and kind != "dflash2":
             notes.append(SCALED_NOTE)
         if target.lm_head.bias is not None:
             notes.append(BIAS_NOTE)

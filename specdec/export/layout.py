@@ -265,12 +265,12 @@ def read_container_layers(config: dict) -> dict:
 def check_embedding(target: Target) -> None:
     """Raises ValueError for a target that scales its embeddings.
 
-    No field tells engines, so they give the unscaled rows.
+    Engines give this head the unscaled rows.
     """
     if measure_embedding_scale(target) != 1:
         raise ValueError(
-            f"{target.name} scales its embeddings, which exports of this head do not tell engines. Train an EAGLE-3 or "
-            "MTP head, which normalise them."
+            f"{target.name} scales its embeddings, which exports of this head do not tell engines. Train an EAGLE-3 "
+            "head, which normalises them, or a DFlash, DSpark or DFlash 2 drafter, which reads them unscaled."
         )
 
 

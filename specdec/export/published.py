@@ -198,7 +198,7 @@ FOREIGN_TENSORS = {
 
 def _refuse_foreign(config: dict, names: Collection[str]) -> None:
     """Raises ValueError, with its description, for a head of a kind that does not exist here."""
-    fields = {**block_drafter.flatten_fields(config), **layout.read_container_layers(config)}
+    fields = _list_fields(config)
     type_names = [config.get(key) for key in ("architectures", "model_type", "speculators_model_type")]
     described = " ".join(map(str, [*type_names, fields.get("projector_type")])).lower()
     reasons = [reason for pattern, reason in FOREIGN_NAMES.items() if re.search(pattern, described)]
@@ -207,6 +207,13 @@ def _refuse_foreign(config: dict, names: Collection[str]) -> None:
         reasons += [reason for pattern, reason in FOREIGN_TENSORS.items() if any(re.search(pattern, n) for n in names)]
     if reasons:
         raise ValueError(f"it is {reasons[0]}, which cannot be imported.")
+
+
+def _list_fields(config: dict) -> dict:
+    """The fields of a head on one level, but for scales of its target that a block drafter may have."""
+    fields = {**block_drafter.flatten_fields(config), **layout.read_container_layers(config)}
+    scales = block_drafter.SCALE_FIELDS if config.get("dflash_config") else ()  # check_logit_shape reads them
+    return fields | dict.fromkeys(scales)
 
 
 def _has_no_effect(value: Any) -> bool:

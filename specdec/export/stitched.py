@@ -9,30 +9,31 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from specdec.core import hub
+from specdec.core.dequantise import find_form, write_like
 from specdec.core.files import CHECKSUMS
-from specdec.core.shards import INDEX, SINGLE, Shards
+from specdec.core.shards import INDEX, SINGLE, Shards, fetch_file
 from specdec.core.untrusted import read_json
-from specdec.export.family import ExportFamily
+from specdec.export.family import Clause, EngineRules, ExportFamily
 from specdec.export.layout import Layout, Tensors
-from specdec.heads.native import LAYOUTS, UNNORMED_FAMILIES, NativeMTP, find_layout, list_checkpoint_places
+from specdec.heads.native import NativeMTP, list_checkpoint_places
+from specdec.heads.native_modules.files import MODELOPT_FILE, write_count
+from specdec.heads.native_modules.layouts import ENGINES, LAYOUTS, RUN_FAMILIES, find_layout
+from specdec.heads.native_modules.plain_layers import OLD_MODELOPT_FIELD, declare_plain
 from specdec.target.model import Target
 
-UNQUANTISED_FIELDS = {  # by quantisation method: the field that names layers in full precision
-    "compressed-tensors": "ignore",
-    "fp8": "modules_to_not_convert",
-    "awq": "modules_to_not_convert",
-    "bitsandbytes": "llm_int8_skip_modules",
-}
+METADATA = "__metadata__"  # key of a header that is no tensor
 
 
 def make_stitched_layout(drafter: NativeMTP) -> Layout:
     """The target's folder with the module inside. Raises ValueError for a module that engines would run otherwise."""
     if drafter.draft_to_target is not None:
         raise ValueError("Engines draft from all tokens with a native MTP module: train it with head.vocab_size=null.")
+    layout = LAYOUTS[str(drafter.layout)]
+    all_modules = getattr(drafter.target.config, "num_nextn_predict_layers", None) or drafter.depth
     differs = {
-        "zero_first": drafter.zero_first != LAYOUTS[str(drafter.layout)].zero_first,
-        "recycle_norm": drafter.recycle_norm != (drafter.target.config.model_type not in UNNORMED_FAMILIES),
-        "num_modules": drafter.depth not in (None, 1),
+        "zero_first": drafter.zero_first != layout.zero_first,
+        "num_modules": drafter.depth not in ((all_modules,) if layout.distinct else (None, 1)),
     }
     settings = [name for name, is_other in differs.items() if is_other]
     if settings:
@@ -46,67 +47,76 @@ def make_stitched_layout(drafter: NativeMTP) -> Layout:
 def write_stitched(drafter: NativeMTP, target: Target, folder: Path) -> int:
     """Fills the folder with the target's files and the module -> bytes of the module.
 
-    A target with such modules keeps the names, the dtypes and the shards of their tensors. Another one gets a further
-    shard, an index, and the number of modules in its configuration.
+    A target with such modules keeps the names, the forms and the shards of their tensors. Another one gets a further
+    shard, an index, and the number of modules in its configuration. They are plain there, and listed so.
     Raises ValueError before it writes anything.
     """
     shards = Shards(target.name)
-    module_layout = find_layout(shards, target.num_layers)
+    module_layout = find_layout(shards, target.num_layers, target.config.model_type)
     source = Path(target.name) if Path(target.name).is_dir() else shards.path("config.json").parent
     if module_layout is None:
         tensors = _name_tensors(drafter, None, LAYOUTS[str(drafter.layout)].prefix)
-        config = _add_module_count(read_json(source / "config.json"), drafter, tensors)
-        _copy_target(shards, source, folder, changed=set())
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        _add_shard(shards, folder, {name: _cast_tensor(value, target.dtype) for name, value in tensors.items()})
+        documents = _make_documents(drafter, shards, tensors)
+        copy_model(shards, source, folder, changed=set())
+        for file, document in documents.items():
+            (folder / file).write_text(json.dumps(document, indent=2) + "\n")
+        written = {name: _cast_tensor(value, target.dtype) for name, value in tensors.items()}
+        add_shard(shards.files, folder, written)
     else:
-        tensors = _name_tensors(drafter, shards.files, module_layout[1])
-        _check_replaceable(shards, tensors)
+        tensors = _store_tensors(shards, _name_tensors(drafter, shards, module_layout[1]))
         changed = {shards.files[name] for name in tensors}
-        _copy_target(shards, source, folder, changed=changed)
+        copy_model(shards, source, folder, changed=changed)
         for file in changed:
             names = [name for name in tensors if shards.files[name] == file]
-            _overwrite_tensors(folder / file, {name: tensors[name].to(shards[name].dtype) for name in names})
+            overwrite_tensors(folder / file, {name: tensors[name] for name in names})
     return sum(value.nbytes for value in tensors.values())
 
 
-def _name_tensors(drafter: NativeMTP, files: dict[str, str] | None, prefix: str) -> Tensors:
-    """The module's tensors under the names that they have in the target's files."""
+def _name_tensors(drafter: NativeMTP, shards: Shards | None, prefix: str) -> Tensors:
+    """The module's tensors under the plain names that they have in the target's files."""
     state = drafter.state_dict()
     tensors: Tensors = {}
-    for key, places in list_checkpoint_places(drafter, files, prefix).items():
+    for key, places in list_checkpoint_places(drafter, shards, prefix).items():
         tensors |= {name: state[key][place] for name, place in places}
     return tensors
 
 
-def _copy_target(shards: Shards, source: Path, folder: Path, *, changed: set[str]) -> None:
+def copy_model(shards: Shards, source: Path, folder: Path, *, changed: set[str]) -> None:
     """Puts the target's files into the folder.
 
-    Unchanged weights may be links; other files are copies, as users edit them.
+    Unchanged weights may be links; other files are copies, as users edit them. What is not here is fetched.
     """
+    if not hub.is_folder(shards.name):
+        hub.fetch_small_files(shards.name, source)
     weights = set(shards.files.values())
     for file in weights:
-        shards.path(file)  # fetched, if it is not here
+        shards.path(file)
     for path in sorted(source.rglob("*")):
         name = str(path.relative_to(source))
         if path.is_file() and not name.startswith(".") and name != CHECKSUMS:
             _place_file(path, folder / name, link=name in weights - changed)
 
 
-def _check_replaceable(shards: Shards, tensors: Tensors) -> None:
-    """Raises ValueError for a tensor of the target that is missing, quantised, or of another shape."""
+def _store_tensors(shards: Shards, tensors: Tensors) -> Tensors:
+    """The module's tensors as the target stores them: by stored name, in the same dtypes, quantised as they are there.
+
+    A quantised weight that training left alone is not written again.
+    tensors: the module's tensors by plain name
+    Raises ValueError for a tensor of the target that is missing, of another shape, or of an unknown form.
+    """
+    stored: Tensors = {}
     for name, value in tensors.items():
-        if name not in shards.files:
-            difference = "is missing"
-        else:
-            original = shards[name]
-            if original.shape == value.shape and original.is_floating_point() and original.element_size() >= 2:
-                continue
-            difference = f"is {str(original.dtype).removeprefix('torch.')} {list(original.shape)}"
-        raise ValueError(
-            f"{shards.name}: {name} {difference}, so the tuned module cannot take its place. Stitch it into a copy of "
-            "the target without MTP modules, or with unquantised ones."
-        )
+        form = find_form(shards, name)
+        original = None if form is None else form.compute()
+        if form is None or original is None or original.shape != value.shape:
+            difference = "is missing" if original is None else f"has the shape {list(original.shape)}"
+            raise ValueError(
+                f"{shards.name}: {name} {difference}, so the tuned module cannot take its place. Stitch it into a copy "
+                "of the target without MTP modules."
+            )
+        if form.method == "plain" or not torch.equal(original.to(value), value):
+            stored |= write_like(form, value.cpu())
+    return stored
 
 
 def _cast_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -126,7 +136,7 @@ def _place_file(path: Path, out: Path, *, link: bool) -> None:
     shutil.copyfile(path, out)
 
 
-def _overwrite_tensors(path: Path, tensors: Tensors) -> None:
+def overwrite_tensors(path: Path, tensors: Tensors) -> None:
     """Replaces the values of these tensors in a safetensors file. They have the file's dtypes and shapes."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -139,44 +149,96 @@ def _overwrite_tensors(path: Path, tensors: Tensors) -> None:
             file.write(content)
 
 
-def _add_shard(shards: Shards, folder: Path, tensors: Tensors) -> None:
-    """Writes the module as a further shard, with an index over all shards."""
-    files, extra = dict(shards.files), "model-mtp.safetensors"
+def count_tensor_bytes(path: Path) -> int:
+    """Bytes of the tensors of a safetensors file, by its header."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return sum(
+        end - begin for begin, end in (value["data_offsets"] for key, value in header.items() if key != METADATA)
+    )
+
+
+def add_shard(files: dict[str, str], folder: Path, tensors: Tensors) -> None:
+    """Writes the module as a further shard, with an index over all shards. files: file of each other tensor"""
+    extra = "model-mtp.safetensors"
+    while extra in set(files.values()):  # it holds other tensors, too
+        extra = f"further-{extra}"
     if (folder / SINGLE).exists():  # with an index beside it, some readers would see this file alone
         renamed = "model-00001-of-00002.safetensors"
         (folder / SINGLE).rename(folder / renamed)
         files, extra = dict.fromkeys(files, renamed), "model-00002-of-00002.safetensors"
     (folder / extra).unlink(missing_ok=True)  # it may be a link to the target's own
     safetensors.torch.save_file(tensors, folder / extra, {"format": "pt"})
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    size = sum(count_tensor_bytes(folder / file) for file in {*files.values(), extra})
     document = {"metadata": {"total_size": size}, "weight_map": files | dict.fromkeys(tensors, extra)}
     (folder / INDEX).unlink(missing_ok=True)
     (folder / INDEX).write_text(json.dumps(document, indent=2) + "\n")
 
 
-def _add_module_count(config: dict, drafter: NativeMTP, tensors: Tensors) -> dict:
-    """The configuration of a target that has modules now. Raises ValueError for an unknown method of quantisation."""
-    text_config = config.get("text_config", config)
-    qwen = "qwen3_5" in drafter.target.config.model_type
-    text_config["mtp_num_hidden_layers" if qwen else "num_nextn_predict_layers"] = len(drafter.modules_by_depth)
-    quantised = config.get("quantization_config")
-    if quantised is None:
-        return config
-    method = quantised.get("quant_method")
-    field = UNQUANTISED_FIELDS.get(method or "")
-    if field is None:
-        raise ValueError(
-            f"{drafter.target.name} is quantised ({method}), and where such a model names layers that are not is "
-            f"unknown: take one of {', '.join(UNQUANTISED_FIELDS)}."
-        )
-    layers = [name.removesuffix(".weight") for name, value in tensors.items() if value.dim() > 1]
-    unquantised = quantised.get(field)
-    if unquantised is None:  # transformers leaves out the LM head only where there is no list
-        unquantised = [] if field == "ignore" else ["lm_head"]
-    quantised[field] = [*unquantised, *layers]
-    return config
+def _make_documents(drafter: NativeMTP, shards: Shards, tensors: Tensors) -> dict[str, dict]:
+    """The configuration files of a target that has modules now. ModelOpt has a file of its own beside config.json.
+
+    Raises ValueError for an unknown method of quantisation.
+    """
+    config, layout = read_json(shards.path("config.json")), LAYOUTS[str(drafter.layout)]
+    write_count(config, len(drafter.modules_by_depth))
+    if layout.kinds_field is not None:
+        kinds = layout.list_kinds(drafter.target.config)
+        repeats = 1 if layout.chain else len(drafter.modules_by_depth)
+        config.get("text_config", config)[layout.kinds_field] = kinds * repeats
+    return declare_layers(shards, config, [name for name, value in tensors.items() if value.dim() > 1])
 
 
+def declare_layers(shards: Shards, config: dict, weights: list[str]) -> dict[str, dict]:
+    """The configuration by file, with the layers of these weights in the lists of those in full precision.
+
+    config: config.json, which is changed, too. Raises ValueError for an unknown method of quantisation.
+    """
+    documents, layers = {"config.json": config}, [name.removesuffix(".weight") for name in weights]
+    settings = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
+    if settings:
+        declare_plain(settings, layers, shards.name)
+    path = fetch_file(shards.name, MODELOPT_FILE, revision=shards.revision)
+    if path is not None:
+        documents[MODELOPT_FILE] = read_json(path)
+        settings = documents[MODELOPT_FILE].setdefault("quantization", {"quant_method": "modelopt"})
+        settings.setdefault(OLD_MODELOPT_FIELD, [])
+        declare_plain(settings, layers, shards.name)
+    return documents
+
+
+LABELS = {"vllm": "vLLM", "sglang": "SGLang"}  # engines of launch lines, by `head.drafter.engine`
+
+
+def name_other_engine(drafter: NativeMTP) -> str | None:
+    """The engine whose next step reads another state of the module than the one that it was trained for; None: none."""
+    others = (name for name in ENGINES if drafter.reads_raw_states(name) != drafter.reads_raw_states(drafter.engine))
+    return LABELS.get(next(others, ""))
+
+
+def has_not_run(drafter: NativeMTP) -> bool:
+    """Whether no engine has loaded a module of the family."""
+    return drafter.target.config.model_type not in RUN_FAMILIES
+
+
+def repeats_module(drafter: NativeMTP) -> bool:
+    """Whether engines run one module at every draft."""
+    return not LAYOUTS[str(drafter.layout)].distinct
+
+
+STITCHED_RULES = EngineRules(
+    notes=[
+        Clause("vLLM and SGLang use module 0 for every draft.", repeats_module),
+        Clause("Trained as {value} runs it (head.drafter.engine).", lambda drafter: LABELS[drafter.engine]),
+        Clause(
+            "{value} gives back another state of the module from the second draft on, so it has no line: its drafts "
+            "would be worse.",
+            name_other_engine,
+        ),
+        Clause("No engine has run a module of a {drafter.target.config.model_type} model.", has_not_run),
+    ],
+    unfit_engines=[Clause("{value}", name_other_engine)],
+)
 NATIVE = ExportFamily(
     kind="native",
     head_class=NativeMTP,
@@ -184,5 +246,6 @@ NATIVE = ExportFamily(
     inputs="last_state",
     draft_vocabulary=False,
     writers={"stitched": make_stitched_layout},
+    engines={"stitched": STITCHED_RULES},
 )
 FAMILIES = (NATIVE,)

@@ -115,8 +115,12 @@ class Head(nn.Module, ABC):
 
     def goal_logits(self, final: Tensor) -> Tensor:
         """The target's logits [..., W] over the draft vocabulary, scaled and capped. final [..., D]"""
+        return self.target.shape_logits(self.goal_scores(final))
+
+    def goal_scores(self, final: Tensor) -> Tensor:
+        """The goal logits [..., W] before the target's scale and cap. final [..., D]"""
         weight, bias = self.goal_head
-        return self.target.shape_logits(precision.multiply_few_rows(final.to(weight.dtype), weight, bias))
+        return precision.multiply_few_rows(final.to(weight.dtype), weight, bias)
 
     def to_target(self, tokens: Tensor) -> Tensor:
         """Target ids of draft ids, any shape."""

@@ -256,13 +256,15 @@ def find_attention_heads(fields: dict, width: int) -> tuple[int, int, int]:
     """Number of query heads, number of key heads and width of a head: those of the target if a Llama layer can have
     them.
 
-    It cannot have those of latent attention, recurrent targets and layers that differ. Then the width of a head is the
-    greatest power of two, at most 128, that divides `width` into four or more heads. Four query heads share a key head.
+    It cannot have those of latent attention, recurrent targets and layers that differ, and none that do not divide the
+    width (LlamaConfig refuses them). Then the width of a head is the greatest power of two, at most 128, that divides
+    `width` into four or more heads. Four query heads share a key head.
     """
     queries = fields.get("num_attention_heads")
     if isinstance(queries, int) and find_field(fields, *LATENT_FIELDS) is None:
         keys, size = _key_heads(fields, queries), fields.get("head_dim") or width // queries
-        if isinstance(keys, int) and isinstance(size, int) and queries % keys == 0 and size % 2 == 0:
+        are_numbers = isinstance(keys, int) and isinstance(size, int)
+        if are_numbers and not any((width % queries, queries % keys, size % 2)):
             return queries, keys, size
     size = next((size for size in (128, 64, 32, 16, 8, 4) if width % size == 0 and width // size >= 4), 2)
     queries = width // size

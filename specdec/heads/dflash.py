@@ -13,11 +13,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
 from specdec.core import span_attention
 from specdec.core.cache import RowCache
-from specdec.core.option_types import Integers, Layers, SmallCount, Whole, Width, Window
+from specdec.core.option_types import Integers, Layers, Positive, SmallCount, Whole, Width, Window
 from specdec.core.span_attention import Seen, narrow_to_window
 from specdec.heads.base import Drafter, SizedLinear
 from specdec.heads.blocks import (
@@ -28,7 +29,6 @@ from specdec.heads.blocks import (
     list_layer_windows,
     make_block_config,
     make_row_cache,
-    measure_embedding_scale,
     measure_norm_gain,
     measure_scale,
     solve_ridge,
@@ -119,8 +119,7 @@ def _make_mask(target: Target, mask_token: int | None) -> nn.Parameter:
     if mask_token is not None and not 0 <= mask_token < target.vocab_size:
         raise ValueError(f"mask_token={mask_token} must be a token of the target, below {target.vocab_size}.")
     rows = target.embed.weight.detach().float()
-    mask = measure_embedding_scale(target) * (rows.mean(0) if mask_token is None else rows[mask_token])
-    return nn.Parameter(mask, requires_grad=mask_token is None)
+    return nn.Parameter(rows.mean(0) if mask_token is None else rows[mask_token], requires_grad=mask_token is None)
 
 
 class BlockDrafter(Drafter):
@@ -146,6 +145,8 @@ class BlockDrafter(Drafter):
     sinks: a learnt score of each attention head for attending to no key, in published heads
     block: fields of published heads, see make_block_config
     own_embedding, own_output: an embedding and an LM head that are not the target's, in published heads
+    embedding_scale: factor of the rows of the embedding, and of the mask, in published heads. Engines give block
+        drafters the rows without the scale that Gemma's own embedding has
     """
 
     context_kind = "block"
@@ -175,9 +176,11 @@ class BlockDrafter(Drafter):
         block: dict | None = None,
         own_embedding: bool = False,
         own_output: bool = False,
+        embedding_scale: Positive = 1.0,
         vocab: Tensor | None = None,
     ):
         super().__init__(target, vocab=vocab)
+        self.embedding_scale = embedding_scale
         self.hold_embedding(target.width if own_embedding else None)
         self.window, self.window_causal = window, window_causal
         self.windows = list_layer_windows(window, full_layers, num_layers)
@@ -215,6 +218,14 @@ class BlockDrafter(Drafter):
     def cache(self, batch: int) -> RowCache:
         return make_row_cache(self.config, self.fc.weight, layers=len(self.layers), batch=batch, masked=True)
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._scale_rows(
+            F.embedding(tokens, self.target.embed.weight if self.embedding is None else self.embedding)
+        )
+
+    def _scale_rows(self, rows: Tensor) -> Tensor:
+        return rows if self.embedding_scale == 1 else self.embedding_scale * rows
+
     def encode(self, features: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
 
@@ -249,7 +260,7 @@ class BlockDrafter(Drafter):
         """States [B, S, K*D] of all drafts. embedding [B, S, D]: anchors' embeddings; h [B, S, D]: encoded features"""
         num_rows, num = positions.shape
         size = self.num_drafts + (not self.anchor_predicts)
-        masks = self.mask_embedding.to(embedding.dtype).expand(num_rows, num, size - 1, -1)
+        masks = self._scale_rows(self.mask_embedding).to(embedding.dtype).expand(num_rows, num, size - 1, -1)
         x = torch.cat([embedding[:, :, None], masks], dim=2)  # [B, S, size, D]
         if self.join is not None:
             fused = self.join(torch.cat([embedding, h], dim=-1)).unflatten(-1, (self.num_drafts, -1))
@@ -266,12 +277,13 @@ class BlockDrafter(Drafter):
         return self.norm(x).unflatten(1, (num, size))[:, :, size - self.num_drafts :].flatten(2)
 
     def logits(self, d, readout):
-        width = self.target.width
         if self.dependence is None:
             return self.unary(readout)
-        return self.dependence.logits(
-            readout[..., width:], lambda: self.unary(readout[..., :width]), self._embed_drafts
-        )
+        state, rest = readout[..., : self.target.width], readout[..., self.target.width :]
+        if self.dependence.before_shape and self.lm_head is None:
+            scores = self.dependence.logits(rest, lambda: self._score(state), self._embed_drafts)
+            return self.target.shape_logits(scores)
+        return self.dependence.logits(rest, lambda: self.unary(state), self._embed_drafts)
 
     @property
     def lattice(self) -> Lattice | None:
@@ -293,13 +305,18 @@ class BlockDrafter(Drafter):
 
     def unary(self, state: Tensor) -> Tensor:
         """Logits [..., W] of a state [..., D], independent of the drafts before."""
+        scores = self._score(state)
+        return self.target.shape_logits(scores) if self.lm_head is None else scores
+
+    def _score(self, state: Tensor) -> Tensor:
+        """The LM head's output [..., W] for a state [..., D]."""
         # Contiguous: a part of a wider tensor makes a batched product if it has several rows. `compile` does not pack
         # its weight, and on a CPU it takes ten times as long
         state = state.to(self.fc.weight.dtype).contiguous()
-        return self.goal_logits(state) if self.lm_head is None else self.lm_head(state)
+        return self.goal_scores(state) if self.lm_head is None else self.lm_head(state)
 
     def _embed_drafts(self, ids: Tensor) -> Tensor:
-        return self.target.embed(self.to_target(ids))
+        return self._scale_rows(F.embedding(self.to_target(ids), self.target.embed.weight))
 
     def confidence(self, d, readout):
         head = self.confidence_head

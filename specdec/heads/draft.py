@@ -78,12 +78,16 @@ class Draft(Drafter):
         _, num_heads, head_dim = find_attention_heads(list_fields(lm.config), lm.width)
         self.cache_shape = {"num_layers": lm.num_layers, "num_heads": num_heads, "head_dim": head_dim}
         self.body = lm.decoder.requires_grad_(True)  # with adapters, peft's wrapper around it
+        self.cache_argument = lm.cache_argument
         self.borrows = borrows
         self.lm_head: nn.Linear | None = None  # trained; None if it is borrowed or tied to the embedding
         if borrows:
             self.body.set_input_embeddings(None)
         else:
-            assert lm.lm_head.bias is None
+            if lm.lm_head.bias is not None:
+                raise ValueError(
+                    f"model={model} has an LM head with a bias, which a draft model has not: take another."
+                )
             if lm.lm_head.weight is not lm.embed.weight:
                 self.lm_head = lm.lm_head.requires_grad_(True)
         self.adapted = lora is not None
@@ -122,8 +126,8 @@ class Draft(Drafter):
             inputs_embeds=embed(tokens).to(self.dtype),
             position_ids=positions,
             attention_mask=mask,
-            past_key_values=cache if decoding else None,
             use_cache=decoding,
+            **{self.cache_argument: cache if decoding else None},
         )
         return h, output.last_hidden_state
 
@@ -340,6 +344,8 @@ def _name_unlike_layers(lm: Target) -> str:
     """The property of a model that keeps it from being a draft, for a message."""
     if lm.recurrent:
         return "recurrent layers"
+    if lm.adds_masks or lm.penalises_distance:
+        return "an attention of its own"
     return "windows" if lm.windowed else "scaled logits or unlike layers"
 
 

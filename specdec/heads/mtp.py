@@ -46,7 +46,7 @@ class ModuleDrafter(Drafter):
         return self.modules_by_depth[0 if self.depth is None else d - 1]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self.encode(self.target.embed(tokens))
+        return super().encode(self.target.embed(tokens))
 
     def embed_inputs(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Embeddings [B, S, D] that a step reads. tokens, positions [B, S]"""

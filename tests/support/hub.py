@@ -72,6 +72,7 @@ class Hub:
             ("POST /api/validate-yaml", self.validate),
             (r"POST /api/models/(\w+/[\w.-]+)/preupload/(.+)", self.preupload),
             (r"POST /api/models/(\w+/[\w.-]+)/commit/(.+)", self.commit),
+            (r"GET /api/models/(\w+/[\w.-]+)/tree/([^/]+)/(.+)", self.list_folder),
             (r"GET /api/models/(\w+/[\w.-]+)/tree/(.+)", self.tree),
             (r"GET /api/models/(\w+/[\w.-]+)/revision/(.+)", self.describe),
             (r"GET /api/models/(\w+/[\w.-]+)", self.describe),
@@ -154,6 +155,9 @@ class Hub:
     def tree(self, name, revision, *, user, body):
         _, contents = self.find_revision(self.find(name, user), revision)
         return 200, {}, [entry(path, content) for path, content in contents.items()]
+
+    def list_folder(self, name, revision, folder, *, user, body):
+        raise Refusal(404, f"no folder {folder}", "EntryNotFound")
 
     def resolve(self, name, revision, path, *, user, body):
         commit, contents = self.find_revision(self.find(name, user), revision)

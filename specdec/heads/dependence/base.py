@@ -46,11 +46,13 @@ class Dependence(nn.Module, ABC):
     head: name of the head that has this part, a file in conf/head
     token_row_prefixes: beginnings of the names of tensors with a row for each token that can be drafted
     num_confident: numbers at the beginning of a readout that a confidence head reads beside the state
+    before_shape: whether its term is added to the LM head's output, before the target's scale and cap, as engines do
     """
 
     head: str
     token_row_prefixes: tuple[str, ...] = ()
     num_confident = 0
+    before_shape = False
 
     def first_carried(self, block: DraftedBlock) -> Tensor:
         """Carried values [..., C] that step 1 reads."""

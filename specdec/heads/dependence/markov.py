@@ -25,6 +25,7 @@ class Markov(Dependence):
 
     head = "dspark"
     token_row_prefixes = ("after.",)
+    before_shape = True
 
     def __init__(self, sizes: DrafterSizes, *, rank: int, table: bool = False, form: Form = "plain"):
         super().__init__()

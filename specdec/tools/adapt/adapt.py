@@ -40,6 +40,7 @@ from specdec.core.resumable import check_settings
 from specdec.core.wording import format_count
 from specdec.export.folder import STITCHED_CARD
 from specdec.heads.base import Drafter, Head
+from specdec.heads.native_modules.diagnosis import split_name
 from specdec.measuring.answer_prompts import AnswerOptions, answer_prompts
 from specdec.measuring.exporting import ExportOptions, export_checkpoint
 from specdec.measuring.report import PromptCounts
@@ -49,7 +50,7 @@ from specdec.options.target import TargetOptions
 from specdec.target.model import Target
 from specdec.text import reading, token_text
 from specdec.tools.adapt import answers as adaptation
-from specdec.tools.adapt import judging
+from specdec.tools.adapt import judging, rescue
 from specdec.tools.adapt.folder import KINDS, AdaptationFolder, AdaptationPlan
 
 FIXED_OPTIONS = {*"run start resume head data.train data.length train.steps".split()}  # options that this command sets
@@ -68,6 +69,7 @@ SHOWN_LINES = re.compile(r"step +\d+[/:]|Resumed|Ctrl-C|SIGTERM")  # lines of tr
 class AdaptOptions(Options):
     checkpoint: Annotated[Text, FREE]
     out: Annotated[OutputFolder, FREE]
+    source: Annotated[Text | None, FREE]
     traffic: Annotated[Text | None, FREE]
     prompts: Annotated[Text | None, FREE]
     old: str | None
@@ -109,14 +111,16 @@ def run_adaptations(options: AdaptOptions, console: progress.Results) -> None:
     home = AdaptationFolder(Path(options.out))
 
     def load_target() -> Target:
-        name = loading.find_target_name(checkpoint.resolve(options.checkpoint), options.target.name)
-        return loading.load_target(options.target, default=name).target
+        target = select_target(options, home)
+        name = loading.find_target_name(checkpoint.resolve(options.checkpoint), target.name)
+        return loading.load_target(target, default=name).target
 
     previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         with hold_lock(home.path / "lock", resource=home.path):
-            home.install_given_head(options.checkpoint, load_target)
-            export_accepted_head(options, home)  # an earlier launch may have been interrupted in it
+            start = rescue.prepare_module(home, options.checkpoint, options.source, options.target.name, console)
+            home.install_given_head(start, load_target)
+            finish_adaptation(options, home, console)  # an earlier launch may have been interrupted in it
             if options.watch is None:
                 adapt_head(options, home, console)
             else:
@@ -160,7 +164,13 @@ def adapt_head(options: AdaptOptions, home: AdaptationFolder, console: progress.
         console.say(f"dry_run: without it the same command trains. To begin anew, delete {home.training}.")
         return
     decide_on_trained_head(options, home, plan, measured, train_head(options, home, plan, measured["depth"]), console)
+    finish_adaptation(options, home, console)
+
+
+def finish_adaptation(options: AdaptOptions, home: AdaptationFolder, console: progress.Results) -> None:
+    """Exports an accepted head, and diagnoses the model that it is stitched into, unless that was done."""
     export_accepted_head(options, home)
+    rescue.diagnose_result(home, console)
 
 
 def check_head(folder: Path) -> None:
@@ -252,12 +262,14 @@ def open_source(
 ) -> tuple[adaptation.TrafficSource, PreTrainedTokenizerBase]:
     """The target whose answers are wanted, and its tokenizer."""
     document = checkpoint.read_json(home.current / "drafter.json")
-    name, trusted = options.target.name or str(document.get("target")), options.target.trust_remote_code
+    target = select_target(options, home)
+    name, trusted = target.name or str(document.get("target")), target.trust_remote_code
     tokenizer = loading.load_tokenizer(name, trust_remote_code=trusted)
     fingerprint = home.source_record.get("target_fingerprint", document.get("target_fingerprint"))
     read_fingerprint = functools.cache(lambda: Target.load_ends(name, trust_remote_code=trusted).identity)
     vocabulary = token_text.digest_vocabulary(tokenizer)
-    return adaptation.TrafficSource(vocabulary, name, fingerprint, read_fingerprint), tokenizer
+    writer = name if target == options.target else split_name(options.checkpoint)[0]  # served before the repair
+    return adaptation.TrafficSource(vocabulary, writer, fingerprint, read_fingerprint), tokenizer
 
 
 def read_new_answers(
@@ -350,7 +362,7 @@ def score_kinds(options: AdaptOptions, plan: AdaptationPlan, head: Head, name: s
 
 def score_head_in_use(options: AdaptOptions, home: AdaptationFolder, plan: AdaptationPlan) -> dict:
     """Measures the head in use, and predicts the gain of training. The document is kept for later launches."""
-    loaded = loading.load_head(str(home.path / plan.start), options.target)
+    loaded = loading.load_head(str(home.path / plan.start), select_target(options, home))
     home.pin_target(loaded.target)
     assert isinstance(loaded.drafter, Drafter)
     counts = score_kinds(options, plan, loaded.drafter, "the head in use")
@@ -395,7 +407,8 @@ def decide_on_trained_head(
     console: progress.Results,
 ) -> None:
     """Measures the trained head, and takes it into use or not. measured: document of `score_head_in_use`"""
-    opened = loading.load_target(options.target, default=loading.find_target_name(home.path / plan.start))
+    start = home.path / plan.start
+    opened = loading.load_target(select_target(options, home), default=loading.find_target_name(start))
     home.pin_target(opened.target)
     step = int(trained.name.removeprefix("step_"))
     counts = counts_before = read_counts(measured)
@@ -424,6 +437,8 @@ def decide_on_trained_head(
         "source": home.source_record,
         **plan.facts,
     }
+    if home.diagnosis_record is not None:
+        document["diagnosis"] = home.diagnosis_record
     home.record_decision(plan, trained, document, token_text.digest_vocabulary(opened.tokenizer))
     console.say(f"{document['decision']}: {' '.join(reasons)}")
     console.say(f"{home.path} stands for {document['in_use']}")
@@ -442,7 +457,8 @@ def export_accepted_head(options: AdaptOptions, home: AdaptationFolder) -> None:
     if not out.exists():
         gc.collect()  # frees the target that judged
         values = {"checkpoint": head, "out": out, "format": "stitched" if is_native_mtp else "published"}
-        export_checkpoint(read_values("export", ExportOptions, values | list_target_options(options, home)))
+        values |= list_target_options(options, home)
+        export_checkpoint(read_values("export", ExportOptions, values))
     card_file = out / (STITCHED_CARD if is_native_mtp else "README.md")
     text = card_file.read_text()
     if judging.HEADING not in text:
@@ -450,11 +466,19 @@ def export_accepted_head(options: AdaptOptions, home: AdaptationFolder) -> None:
             files.write_text(card_file.with_name(name), content.decode())
 
 
+def select_target(options: AdaptOptions, home: AdaptationFolder) -> TargetOptions:
+    """The options of the target, which by default is the repaired model, if there is one."""
+    if options.target.name is not None or home.repaired_model is None:
+        return options.target
+    return options.target.model_copy(update={"name": str(home.repaired_model.resolve())})
+
+
 def list_target_options(options: AdaptOptions, home: AdaptationFolder) -> dict[str, Any]:
     """The options of the target as another command takes them."""
-    name = loading.find_target_name(home.first_head, options.target.name)
-    target = options.target.model_dump() | {"name": Path(name) if Path(name).exists() else name}
-    return {f"target.{key}": value for key, value in target.items() if value is not None}
+    target = select_target(options, home)
+    name = loading.find_target_name(home.first_head, target.name)
+    values = target.model_dump() | {"name": Path(name) if Path(name).exists() else name}
+    return {f"target.{key}": value for key, value in values.items() if value is not None}
 
 
 # Training: train.py in a process of its own, with the settings of the head

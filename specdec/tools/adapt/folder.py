@@ -6,8 +6,9 @@ rows/0002/              what that head was trained on, and what was held out: tr
 adaptations/0002.json   what was measured and decided, of refused heads too
 training/               what is under way: plan.json, the rows, before.json, and the run; removed once it is decided
 source.json             the given head and the target, with digests: what is adapted here
+diagnosis.json          what was found and repaired in the MTP module of a whole model
 answers/                the target's answers to prompts=, with their settings
-export/0002/            an accepted head in the layout that the given one came in, with its card
+export/0002/            an accepted head in the layout that the given one came in, with its card; 0001: a repaired model
 lock                    while a process adapts here
 
 rows and training hold texts of users: these folders are made for their owner alone (mode 700).
@@ -28,7 +29,7 @@ from specdec.tools.adapt.answers import Answers, read_answers, to_lines
 
 KINDS = ("new", "old")  # kinds of held-out answers that decide on a head
 OWN_FILES = ("drafter.json", "drafter.safetensors")
-SOURCE = "source.json"
+SOURCE, DIAGNOSIS = "source.json", "diagnosis.json"
 SLICES = (*KINDS, "validation")  # the last ones choose the step of the training
 
 
@@ -79,7 +80,7 @@ class AdaptationFolder:
             if not source.absolute().is_relative_to(self.path.absolute()):
                 self._check_source(option, source)
             return
-        self._check_new()
+        self.check_new()
         source_record: dict = {"checkpoint": option, "source": hub.pin_commit(source)}
         if is_checkpoint:
             source_record["sha256"] = digest_files(source, OWN_FILES)
@@ -95,10 +96,11 @@ class AdaptationFolder:
         self._write_source(source_record)
         self._set_current("0001")
 
-    def _check_new(self) -> None:
+    def check_new(self) -> None:
         """Raises ValueError if the folder has other files than those of an adaptation that has just begun."""
-        begun = {"heads", "lock", "answers", SOURCE}
-        if self.path.exists() and {path.name for path in self.path.iterdir()} - begun:
+        begun = {"heads", "lock", "answers", "export", SOURCE, DIAGNOSIS}
+        names = {path.name for path in self.path.iterdir()} if self.path.exists() else set()
+        if {name for name in names if not name.endswith(".partial")} - begun:
             raise ValueError(f"out={self.path} exists and holds no adaptation: choose a new folder, or delete it.")
 
     def _check_source(self, option: str, source: Path) -> None:
@@ -213,6 +215,35 @@ class AdaptationFolder:
         if prompts is not None:
             tensors[trained_prompts.FILE] = checkpoint.read_tensors(prompts)
         files.write_folder(self.path / "heads" / number, tensors=tensors, documents=documents)
+
+    @property
+    def diagnosis_record(self) -> dict | None:
+        """What was found and repaired in a model's MTP module; None: nothing was looked for."""
+        path = self.path / DIAGNOSIS
+        return checkpoint.read_json(path) if path.exists() else None
+
+    @property
+    def was_begun_undiagnosed(self) -> bool:
+        """Whether an adaptation is here that looked for no damage, as those of earlier versions."""
+        return self.diagnosis_record is None and (self.path / "best").exists()
+
+    @property
+    def repaired_model(self) -> Path | None:
+        """The folder of the model with a repaired module; None: it needed no repair."""
+        record = self.diagnosis_record
+        return self.path / "export" / "0001" if record and record["changes"] else None
+
+    def record_diagnosis(self, record: dict) -> None:
+        files.write_text(self.path / DIAGNOSIS, json.dumps(record, indent=1) + "\n")
+
+    def record_result(self, diagnosis: dict) -> None:
+        """Adds the diagnosis after an adaptation to its records, in the folder and beside an accepted head."""
+        document = self.read_history()[-1]
+        document["diagnosis"]["after"] = diagnosis
+        text = json.dumps(document, indent=1) + "\n"
+        files.write_text(self.path / "adaptations" / f"{document['number']}.json", text)
+        if document["decision"] == "accepted":
+            files.write_text(self.path / document["in_use"] / "adaptation.json", text)
 
     def _set_current(self, number: str) -> None:
         files.write_text(self.path / "best", f"heads/{number}\n")

@@ -246,10 +246,12 @@ def test_heads_of_scaled_targets_are_exported(granite, head, form):
 
 
 def test_exports_that_a_target_does_not_have(granite):
-    dspark = BlockDrafter(granite, dependence={"kind": "markov", "rank": 4}, anchor_predicts=True)
-    with pytest.raises(ValueError, match="scales or caps its logits"):
-        make_form(dspark, "vllm")
-    make_form(dspark, "safetensors")
+    arguments = {"dependence": {"kind": "selector", "rank": 4, "top": 3}, "convolution": 2, "mask_token": 7}
+    for form in ("gguf", "speculators"):
+        with pytest.raises(ValueError, match=r"scales or caps its logits, and .* has no place for that"):
+            make_form(BlockDrafter(granite, **arguments), form)
+    with pytest.raises(ValueError, match=r"scales or caps its logits\. This head adds its scores behind that"):
+        make_form(make_exact(granite, "lilicorr", arguments={"mask_token": 7}), "vllm")
     with pytest.raises(ValueError, match="SGLang does not serve this kind of head with a granite target"):
         make_form(Eagle3(granite), "sglang")
 
@@ -263,12 +265,12 @@ def test_shallow_targets_name_their_hidden_states():
 
 def test_targets_that_scale_their_embeddings_or_rotate_a_part_of_each_attention_head(monkeypatch):
     target = make_target(11)
-    heads = {head: make_exact(target, head) for head in ("eagle", "eagle3", "dflash")}
+    heads = {head: make_exact(target, head) for head in ("eagle", "eagle3", "lilicorr")}
     unscaled = target.embed
     monkeypatch.setattr(target, "embed", lambda tokens: 2 * unscaled(tokens))
     monkeypatch.setattr(target.embed, "weight", unscaled.weight, raising=False)
     make_form(heads["eagle3"], "vllm")
-    for head in ("eagle", "dflash"):
+    for head in ("eagle", "lilicorr"):
         with pytest.raises(ValueError, match="scales its embeddings"):
             make_form(heads[head], "vllm")
     monkeypatch.undo()

@@ -381,7 +381,6 @@ FOREIGN = [
     ({}, {"layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, "a quantised head"),
     ({}, {"layers.0.self_attn.q_proj.bias": torch.ones(2)}, "a drafter with biases"),
     ({}, {"layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}, "a drafter with experts"),
-    ({"dflash_config": NESTED | {"output_multiplier": 0.5}}, {}, "a drafter that scales its logits"),
 ]  # fmt: skip
 
 
@@ -395,6 +394,8 @@ def test_heads_that_do_not_exist_here_are_named(rounded, tmp_path, fields, tenso
 
 
 MISREAD = [
+    ("z-lab DFlash", {"output_multiplier": 0.5}, "it is a drafter that scales its logits, and .* does not do so"),
+    ("z-lab DFlash 2", {"final_logit_softcapping": 30.0}, "a drafter that caps its logits, and .* does not do so"),
     ("z-lab DFlash 2", {"conv_group_size": 8}, "conv_group_size=8 cannot be imported; 16 can"),
     ("z-lab DFlash 2", {"selector_top_k": ...}, "selector_top_k is missing"),
     ("SpecForge Domino", {"pure_draft_prefix_len": 0}, "pure_draft_prefix_len=0 cannot be imported; 1 can"),

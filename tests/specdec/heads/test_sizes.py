@@ -60,6 +60,8 @@ CASES = [
     ("mixtral", {"hidden_size": 4096, "intermediate_size": 14336}, {"intermediate_size": 14336}),
     ("qwen3_5_moe_text", {"hidden_size": 2048, "moe_intermediate_size": 512, "num_experts_per_tok": 8,
                           "shared_expert_intermediate_size": 500}, {"intermediate_size": 4608}),
+    ("qwen3_5_text", {"hidden_size": 5120, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256},
+     {"num_attention_heads": 40, "num_key_value_heads": 10, "head_dim": 128}),  # 24 does not divide 5120: Qwen3.6-27B
     ("gemma3_text", {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 256, "rope_parameters": NESTED},
      {"head_dim": 256, "theta": 1e6, "kind": "default"}),
     ("gpt_neox", {"hidden_size": 64, "num_attention_heads": 4, "rotary_pct": 0.25},
