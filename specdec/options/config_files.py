@@ -4,6 +4,8 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from specdec.core import extensions
 
 PACKAGE = extensions.PACKAGE
@@ -20,6 +22,15 @@ def list_files(group: str) -> dict[str, Path]:
     """The files of a group, such as head, by name in the order of the alphabet."""
     files = {path.stem: path for folder in conf_folders() for path in folder.glob(f"{group}/*.yaml")}
     return dict(sorted(files.items()))
+
+
+def read_file(group: str, name: str) -> dict[str, Any]:
+    """The settings of a file of a group, with those of the files of the group that its `defaults` name before them."""
+    document = yaml.safe_load(list_files(group)[name].read_text(encoding="utf-8"))
+    settings: dict[str, Any] = {}
+    for included in document.pop("defaults", []):
+        settings = fill(settings, flatten(read_file(group, included), keep_empty=True))
+    return fill(settings, flatten(document, keep_empty=True))
 
 
 def flatten(settings: dict, prefix: str = "", *, keep_empty: bool = False) -> dict:

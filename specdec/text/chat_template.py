@@ -7,27 +7,35 @@ import contextlib
 import difflib
 import functools
 import json
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jinja2
-import jinja2.meta
-import jinja2.sandbox
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from specdec.text.messages import MODE, MODE_NAMES, THOUGHT_NAMES, THOUGHTS, select_variables, write_value
+from specdec.text.messages import (
+    MODE,
+    MODE_NAMES,
+    THINKING_NAMES,
+    THOUGHT_NAMES,
+    THOUGHTS,
+    select_variables,
+    write_value,
+)
+from specdec.text.template_options import (
+    MARKER,
+    OTHER_WORD,
+    TOOL,
+    WORD,
+    TemplateOption,
+    find_fault,
+    find_variables,
+    list_options,
+)
 
-MARKER = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # around the assistant's text, for transformers
 SPEAKERS = ("system", "developer", "user", "assistant")  # roles whose content every template writes
-WORD = "specdecword"
-OTHER_WORD = "specdecother"
-TOOL = {
-    "type": "function",
-    "function": {"name": WORD, "description": WORD, "parameters": {"type": "object", "properties": {}}},
-}
 
 
 @dataclass(frozen=True)
@@ -123,34 +131,44 @@ def _find_form(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateFor
     )
 
 
-def find_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Names of the variables that a tokenizer's chat templates read; none for a template that cannot be parsed"""
-    templates = tokenizer.chat_template or ""
-    texts = list(templates.values()) if isinstance(templates, dict) else [templates]
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-    names: set[str] = set()
-    for text in texts:
-        with contextlib.suppress(jinja2.TemplateError):
-            names |= jinja2.meta.find_undeclared_variables(environment.parse(MARKER.sub("", text)))
-    return frozenset(names)
-
-
 # Arguments of a template, beside messages
 
 
 def check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> None:
-    """Raises ValueError for an argument without effect, because the chat template does not read it."""
-    form = find_form(tokenizer)
+    """Raises ValueError for an argument that the chat template does not read, and for a value that it does not take."""
+    form, options = find_form(tokenizer), {option.name: option for option in list_options(tokenizer)}
     for key, value in arguments.items():
-        has_no_mode = key == MODE and form.mode is None and value
-        if key == "tools" or key in form.variables or (key == MODE and not has_no_mode):
-            continue
-        lack = "has no thinking mode (enable_thinking changes nothing)" if key == MODE else f"reads no variable {key}"
-        close = difflib.get_close_matches(key, form.variables, n=1)
-        guess = f" Did you mean {close[0]}?" if close else ""
+        name = (form.mode or MODE) if key == MODE else key
+        if name in options:
+            _check_value(tokenizer, options[name], key, value)
+        elif key not in ("tools", *form.variables) and (key != MODE or value):
+            lack = (
+                "has no thinking mode (enable_thinking changes nothing)" if key == MODE else f"reads no variable {key}"
+            )
+            guess = _describe_guess(_find_near_options(options, key))
+            template = f"the chat template of {tokenizer.name_or_path}"
+            raise ValueError(f"{key}={write_value(value)}: {template} {lack}.{guess} Leave it out.")
+
+
+def _check_value(tokenizer: PreTrainedTokenizerBase, option: TemplateOption, key: str, value: Any) -> None:
+    if fault := find_fault(tokenizer, option, value):
+        values = ", ".join(map(write_value, option.accepted))
         raise ValueError(
-            f"{key}={write_value(value)}: the chat template of {tokenizer.name_or_path} {lack}.{guess} Leave it out."
+            f"{key}={write_value(value)}: the chat template of {tokenizer.name_or_path} {fault}. It takes {values}."
         )
+
+
+def _find_near_options(options: dict[str, TemplateOption], key: str) -> list[TemplateOption]:
+    """The options that an unknown argument may mean: one with a similar name, or all for thinking."""
+    close = difflib.get_close_matches(key, options, n=1, cutoff=0.8)
+    thinking = [name for name in THINKING_NAMES if name in options and key in THINKING_NAMES]
+    alike = [name for name in thinking if name.endswith("effort") == key.endswith("effort")]
+    return [options[name] for name in close or alike or thinking]
+
+
+def _describe_guess(options: list[TemplateOption]) -> str:
+    names = [f"{option.name} ({', '.join(map(write_value, option.accepted))})" for option in options]
+    return f" Did you mean {' or '.join(names)}?" if names else ""
 
 
 def select_known_arguments(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from typing import Any
 MODE = "enable_thinking"  # name of the thinking mode among template arguments, whatever the template calls it
 MODE_NAMES = (MODE, "thinking")  # names that chat templates and rows have for it
 EFFORT = "reasoning_effort"
+EFFORTS = ("none", "no_think", "minimal", "low", "medium", "high", "xhigh", "max")  # values that some template has
+# Names that some template has for how much the target thinks
+THINKING_NAMES = (*MODE_NAMES, "thinking_mode", EFFORT, "thinking_effort", "low_effort")
 ARGUMENTS = "chat_template_kwargs"
 THOUGHTS = "reasoning_content"
 THOUGHT_NAMES = (THOUGHTS, "reasoning", "thinking", "thoughts")
