@@ -23,8 +23,11 @@ CLONE_FILES = ("data/", "targets/", "checkpoints/shipped")  # files of a clone t
 
 
 def find_verbs() -> dict[str, Path]:
-    """The file of each verb by name, in the order of the alphabet."""
-    files = {path.stem: path for path in (HOME / "scripts").glob("*.py") if path.stem != "__init__"}
+    """The file of each verb by name, in the order of the alphabet.
+
+    A file inspect.py would hide the module of Python for all scripts beside it, so its name ends in an underscore.
+    """
+    files = {path.stem.rstrip("_"): path for path in (HOME / "scripts").glob("*.py") if path.stem != "__init__"}
     return dict(sorted((files | {TRAIN: HOME / "train.py"}).items()))
 
 

@@ -83,8 +83,8 @@ def as_script(line: str) -> str:
     verb = VERB.match(line)
     if verb is None or verb.end() == len(line) or verb[1] == "VERB":
         return line
-    file = "train.py" if verb[1] == "train" else f"scripts/{verb[1]}.py"
-    return f"python {file}{line[verb.end() :]}"
+    path = command.find_verbs().get(verb[1], config_files.HOME / "scripts" / f"{verb[1]}.py")
+    return f"python {path.relative_to(config_files.HOME)}{line[verb.end() :]}"
 
 
 def listed(select) -> list:
@@ -194,7 +194,7 @@ def test_commands_of_scripts_name_existing_options(command, monkeypatch, tmp_pat
     script, *arguments = words[next(place for place, word in enumerate(words) if word.startswith("scripts/")) :]
     assert (ROOT / script).exists(), f"{script} does not exist"
     monkeypatch.chdir(tmp_path)
-    verb = Path(script).stem
+    verb = Path(script).stem.rstrip("_")
     read_command(verb, find_model(verb), "", arguments)
     check_files(arguments)
     check_proposers([argument for argument in arguments if argument.startswith("proposer")])

@@ -30,7 +30,7 @@ CORE = [
     "command",
 ]
 TRAIN = ["settings", "processes", "data", "features", "objective", "show", "loop", "prepare"]
-TOOLS = ["grammar", "suites", "server", "judge", "choose", "adapt", "demo"]
+TOOLS = ["grammar", "suites", "inspect", "server", "judge", "choose", "adapt", "demo"]
 CONFIGURATION = {"hydra", "omegaconf", "accelerate"}  # libraries of training, which the core does not import
 EXPERIMENTS = [path for path in sorted((ROOT / "specdec" / "experiments").iterdir()) if (path / "__init__.py").exists()]
 FILES = sorted((ROOT / "specdec").rglob("*.py")) + sorted((ROOT / "train").rglob("*.py"))

@@ -21,8 +21,8 @@ from tests.support.drafters import save_eagle
 from tests.support.targets import save_target
 
 VERBS = (
-    "adapt answer choose datastore demo evaluate export generate get_target judge launch_engine replay report serve "
-    "show_data train"
+    "adapt answer choose datastore demo evaluate export generate get_target inspect judge launch_engine replay report "
+    "serve show_data train"
 )
 
 

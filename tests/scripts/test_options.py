@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from scripts import generate
 from scripts.generate import GenerateOptions
+from specdec.command import find_verbs
 from specdec.core import files
 from specdec.core.option_types import list_fields, list_kinds
 from specdec.decoding.drafting import Drafting
@@ -28,7 +29,7 @@ from specdec.options.run_command import run_command
 from tests.support.commands import ROOT, find_model
 from tests.support.refusals import assert_refused, list_refused_values
 
-SCRIPTS = {path.stem: path.read_text() for path in sorted((ROOT / "scripts").glob("*.py"))}
+SCRIPTS = {path.stem.rstrip("_"): path.read_text() for path in sorted((ROOT / "scripts").glob("*.py"))}
 VERBS = [verb for verb, text in SCRIPTS.items() if "read_command(" in text]
 FIELDS = {verb: list_fields(find_model(verb)) for verb in VERBS}
 OPTIONS = [(verb, name) for verb, fields in FIELDS.items() for name in fields]
@@ -138,7 +139,7 @@ REFUSALS = {  # sentences for single options, for options together, and for text
 def test_sentences(command):
     verb, *arguments = command.split()
     with pytest.raises(ValueError) as refused:
-        importlib.import_module(f"scripts.{verb}").main(arguments)
+        importlib.import_module(f"scripts.{find_verbs()[verb].stem}").main(arguments)
     assert str(refused.value).startswith(REFUSALS[command])
 
 

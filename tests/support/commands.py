@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from specdec.command import find_verbs
 from specdec.core.option_types import Options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +59,8 @@ def start(
 
 def find_model(verb: str) -> type[Options]:
     """The options of a verb, which its file passes to `read_command`."""
-    text = (ROOT / "scripts" / f"{verb}.py").read_text()
+    path = find_verbs()[verb]
+    text = path.read_text()
     name, model = re.search(r'read_command\(\s*"(\w+)", (\w+),', text).groups()
     assert name == verb
-    return getattr(importlib.import_module(f"scripts.{verb}"), model)
+    return getattr(importlib.import_module(f"scripts.{path.stem}"), model)

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+import hydra
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
@@ -15,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specdec.core import extensions
 from specdec.core.option_types import LISTS, check_value, format_value, list_fields, list_kinds
+from specdec.options import config_files
 from train.settings.options import RunOptions, read_run
 
 FIELDS = list_fields(RunOptions)  # without the options of a head's class, where Hydra reads a text
@@ -68,6 +70,18 @@ def read_composed(composed: DictConfig) -> RunOptions:
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
     return read_run(values)
+
+
+def compose_options(overrides: list[str]) -> RunOptions:
+    """The options of a run that is not started. overrides: arguments as `quote_arguments` makes them
+
+    Raises ValueError for a choice or an option that does not exist.
+    """
+    try:
+        with hydra.initialize_config_dir(str(config_files.HOME / "conf"), version_base="1.3"):
+            return read_composed(hydra.compose("train", [*overrides, make_search_path()]))
+    except HydraException as error:
+        raise ValueError(str(error).strip().splitlines()[0]) from error
 
 
 def check_options(texts: dict[str, str], prefix: str) -> None:
