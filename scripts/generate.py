@@ -14,12 +14,10 @@ from typing import Annotated, Any
 from specdec import loading
 from specdec.core import progress
 from specdec.core.constraint import Constraint
-from specdec.core.generation import Generation
 from specdec.core.option_types import Count, Seed, Text, prefix_option_names
-from specdec.core.wording import format_count
 from specdec.decoding.decoder import Decoder
 from specdec.measuring.measure import compute_top2_gap, seeded_generator
-from specdec.measuring.streamed_answer import print_answer, print_comparison
+from specdec.measuring.streamed_answer import print_answer, print_comparison, print_rate
 from specdec.options import decoding
 from specdec.options.command_types import MEMORY, PROSE, TemplateSettings
 from specdec.options.decoding import DecodeOptions
@@ -62,17 +60,6 @@ def prepare_constraint(grammar: str | None, loaded: loading.OpenTarget) -> Calla
         rule = Grammar.parse(grammar)
     begin = rule.compile(loaded.tokenizer, loaded.target.vocab_size, loaded.stop)
     return lambda: [begin()]
-
-
-def print_rate(drafted: Generation, console: progress.Results, *, title: str, temperature: float) -> None:
-    """Prints tau and the rate of a drafted answer, if it has rounds. title: name of the proposer"""
-    if drafted.tokens_per_second:
-        num_tokens, num_rounds = len(drafted.tokens[0]), len(drafted.accepted[0])
-        console.say(
-            f"{format_count(num_tokens, 'token')} in {format_count(num_rounds, 'round')}: "
-            f"tau {drafted.acceptance_length:.2f}, {drafted.tokens_per_second:.1f} tokens/s "
-            f"({title}, temperature {temperature:g})"
-        )
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -37,7 +37,7 @@ class LaunchOptions(EngineOptions):
     target: TargetOptions
 
 
-def choose_layers(target: Target, *, heads: str, layers: str | None = None) -> list[int]:
+def choose_layers(target: Target, *, heads: str, layers: str | None) -> list[int]:
     """The hidden states that the heads of conf/head read, or the given ones, and the last one, in order.
 
     heads: comma list; layers: list such as [2,15,28], which takes the place of heads

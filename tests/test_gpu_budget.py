@@ -24,12 +24,12 @@ from specdec.target.verifier import Verifier
 from specdec.text.conversations import Row
 from tests.support.decoding import chain_of
 from tests.support.drafters import load_head
-from tests.support.metacount import meta_target, model_block, model_kl
+from tests.support.metacount import WorkCount, meta_target, model_block, model_kl
 from tests.support.targets import LLAMA_8B, QWEN3_8B
 from train.data.batches import collate
 from train.features.outputs import ComputedFeatures
 from train.objective.objective import Objective
-from train.prepare.count_tensors import H100_PEAK, Autocast, OperationCount
+from train.prepare.count_tensors import H100_PEAK, Autocast
 
 DOCUMENTS = [2600, 1900, 1300, 900, 620, 410, 260, 190]  # tokens of the conversations in a pack of 8,192
 W = 32_000
@@ -43,7 +43,7 @@ class Budget:
     live: float  # GB that are held at one time, beside weights
     waits: int  # number of times that the host waits for the device
 
-    def check(self, count: OperationCount) -> None:
+    def check(self, count: WorkCount) -> None:
         found = Budget(count.launches, count.moved / GB, count.live / GB, count.waits)
         print(found)
         assert all(value <= getattr(self, name) for name, value in vars(found).items()), f"more than {self}: {found}"
@@ -58,7 +58,7 @@ def _as_on_cuda(monkeypatch):
 def test_what_is_counted():
     x, w = torch.empty(2, 8, 16, device="meta"), torch.nn.Linear(16, 4, bias=False, device="meta")
     for mode in (torch.no_grad(), torch.inference_mode()):
-        with mode, OperationCount() as count, Autocast():
+        with mode, WorkCount() as count, Autocast():
             y = w(x.to(torch.bfloat16)).relu()[0]
             assert y.sum().item() == 1 and y.argmax(-1).tolist() == [1] * 8 and x.cpu().shape == x.shape
             z = torch.nn.functional.scaled_dot_product_attention(*[x[:, None]] * 3)
@@ -78,7 +78,7 @@ def test_the_rule_of_63_drafts_is_few_kernels(kind, launches):
         tree = Tree(
             numbers, numbers, None if kind == "chosen" else torch.zeros(shape), linear=kind == "chain", max_children=4
         )
-        with OperationCount() as count:
+        with WorkCount() as count:
             rules.accept_tokens(tree, probs, rules.Draws(None))
     assert launches / 2 < count.launches <= launches and not count.waits
 
@@ -91,7 +91,7 @@ def head_of(target) -> Eagle3:
 
 def count_step(
     target, documents: list[int], *, paths: tuple[str, ...] = (), vocab: int = W, length: int = 8192
-) -> OperationCount:
+) -> WorkCount:
     """A training step of EAGLE-3 at depth 7, where 30 % of each conversation are prompt."""
     with torch.device("meta"):
         drafter = Eagle3(target, vocab=None if vocab == target.vocab_size else torch.arange(vocab, device="cpu")).to(
@@ -113,7 +113,7 @@ def count_step(
         rows.append(Row(str(num), "all", [1] * num, mask))
     batch = collate([rows], length=length, pad_token=0).move_to(torch.device("meta"))
     target.__dict__["reads_segments"] = "varlen" in paths
-    with fast.force_paths(*paths), OperationCount(documents) as count:
+    with fast.force_paths(*paths), WorkCount(documents) as count:
         output = ComputedFeatures(target, objective.drafter.target_layers)(batch)
         with Autocast():
             loss = objective(batch, output, compare=False)
@@ -141,7 +141,7 @@ class StepBudget:
     live: float
     mfu: float
 
-    def check(self, count: OperationCount) -> None:
+    def check(self, count: WorkCount) -> None:
         found = StepBudget(count.launches, count.live / GB, count.flops / count.seconds / H100_PEAK)
         print(found, f"{count.seconds:.3f} s", f"{count.flops / 1e12:.0f} TFLOP", count.moved / GB)
         assert found.launches <= self.launches and found.live <= self.live and found.mfu >= self.mfu, found
@@ -195,13 +195,13 @@ def test_a_pass_of_llama_8b(llama, context, nodes, budget):
     budget.check(count_pass(llama, Runner(), context, nodes))
 
 
-def count_pass(target, runner: Runner, context: int, nodes: int) -> OperationCount:
+def count_pass(target, runner: Runner, context: int, nodes: int) -> WorkCount:
     cache = target.cache(1)
     cache.make_room(context + 80)
     cache.commit(torch.full_like(cache.lengths, context), [context])
     verify = Verifier(target, sampling=Sampling(), rule="token", runner=runner, hidden_states=(2, 16, 29))
     tree = make_tree([1], [[(1, (num + 1) // 2 - 1) for num in range(1, nodes)]], target.device)
-    with OperationCount(filled=context / cache.capacity) as count, torch.inference_mode():
+    with WorkCount(filled=context / cache.capacity) as count, torch.inference_mode():
         verify(tree, cache, rules.Draws(None))
     return count
 
@@ -240,7 +240,7 @@ def test_launches_of_attention(llama, monkeypatch, paths, nodes, launches):
             cache.make_room(capacity)
             (cached,) = llama.make_draft_mask(torch.ones(nodes, nodes, dtype=torch.bool), cache)
             query = torch.empty(1, nodes, 32, 128, dtype=torch.bfloat16).transpose(1, 2)
-            with OperationCount(filled=500 / cache.capacity) as count:
+            with WorkCount(filled=500 / cache.capacity) as count:
                 attend_cached(query, *cache.visible_keys(0), cached, scale=0.1).transpose(1, 2).contiguous()
         moved.append(count.moved)
         assert count.launches == launches and not count.waits
@@ -264,13 +264,13 @@ def test_a_round_of_eagle3_for_llama_8b(llama, temperature, budget):
     budget.check(count_round(llama, temperature))
 
 
-def count_round(target, temperature: float) -> OperationCount:
+def count_round(target, temperature: float) -> WorkCount:
     proposer = HeadProposer(head_of(target).to(torch.bfloat16), chain_of(5))
     batch = Decoder(target, proposer, sampling=Sampling(temperature), stop=set()).batch()
-    with OperationCount():
+    with WorkCount():
         batch.admit([Request([1] * 500, 100)])
         batch.run_round()
-    with OperationCount(filled=502 / batch.cache.capacity) as count:
+    with WorkCount(filled=502 / batch.cache.capacity) as count:
         batch.run_round()
     return count
 

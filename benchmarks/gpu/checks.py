@@ -96,7 +96,7 @@ def run_command(bench: Bench) -> dict:
         lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
         losses = [line["loss"] for line in lines if "loss" in line]
         report = json.loads((checkpoint.resolve(run) / "report.json").read_text())
-    keys = "tau replayed_tau speedup served_speedup baseline_tokens_per_second identical_outputs fast".split()
+    keys = "tau replayed_tau speedup baseline_tokens_per_second identical_outputs fast".split()
     figures = {"check": "main command", "target": common.TARGET if uses_real else "random", "steps": options.steps}
     figures |= {"first_loss": losses[0], "last_loss": losses[-1]}
     return figures | {key: report[key] for key in keys if report.get(key) is not None}

@@ -22,7 +22,6 @@ from benchmarks import hardware
 from specdec.core import compile, devices, fast
 from specdec.core.clock import RoundClock
 from specdec.core.devices import LateValues
-from specdec.measuring import served
 
 CHECKER = "compute-sanitizer"
 CHECKER_PLACES = ("/usr/local/cuda*/bin", "/opt/nvidia/*/bin")
@@ -185,8 +184,7 @@ class StandIn(Machine):
             return function
 
         graphs = mock.patch.object(compile, "capture_graph", capture_graph)
-        served_graphs = mock.patch.object(served, "capture_graph", capture_graph)
-        with super().installed(), graphs, served_graphs, fast.force_paths("cache"):  # whole rounds need that path
+        with super().installed(), graphs, fast.force_paths("cache"):  # whole rounds need that path
             yield
 
     def capture_step(self, original, function, *arguments, **options):

@@ -151,7 +151,7 @@ def time_validation(bench: Bench, num: int) -> dict:
             with phases.measured("end"):
                 report = validation.decode_best(*judged, trained=TRAINED_SECONDS)
             phases.rows[-1]["decoded_prompts"] = report.num_prompts
-            figures |= {"speedup": report.speedup, "served_speedup": report.served_speedup}
+            figures |= {"speedup": report.speedup}
     figures |= {f"{phase['phase']}_seconds": phase["seconds"] for phase in phases.rows}
     return figures | {f"{kind}_seconds": spent for kind, spent in validation.seconds.items()} | {"phases": phases.rows}
 

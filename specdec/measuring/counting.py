@@ -41,7 +41,7 @@ class AnswerCounts:
     end: End = "none"
 
     @classmethod
-    def from_result(cls, result: PromptResult, stop: Container[int] = ()) -> "AnswerCounts":
+    def from_result(cls, result: PromptResult, stop: Container[int]) -> "AnswerCounts":
         """The counts of a drafted answer. stop: ids of tokens that end an answer"""
         prompt, accepted = result.prompt, result.drafted.accepted[0]
         has_end = bool(accepted) and result.drafted.tokens[0][-1] in stop

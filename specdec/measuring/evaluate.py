@@ -22,7 +22,7 @@ from specdec.core.wording import format_count
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.loading import OpenTarget
-from specdec.measuring import results, served
+from specdec.measuring import results
 from specdec.measuring.counting import AnswerCounts
 from specdec.measuring.measure import FROZEN, MeasureSettings, Method, PromptResult, check_prompts, measure
 from specdec.measuring.questions import MeasureOptions, Question, QuestionSet
@@ -362,7 +362,5 @@ def make_entry(
     )
     if head is not None:
         report = replace(report, training=head.training)
-        captured_costs = served.measure_captured(method.target, method.proposer)
-        report = captured_costs.add_to(report) if captured_costs else report
     counts = [AnswerCounts.from_result(result, comparison.base_settings.stop) for result in results]
     return Entry(method.name, temperature, batch, report, counts)

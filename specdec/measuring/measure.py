@@ -159,7 +159,7 @@ def warm_up(decoders: Iterable[Decoder], prompt: Prompt, longest: int, settings:
 
 
 def make_decoders(
-    methods: Sequence[Method], settings: MeasureSettings, *, earlier: dict[str, Decoder] | None = None
+    methods: Sequence[Method], settings: MeasureSettings, *, earlier: dict[str, Decoder] | None
 ) -> dict[str, Decoder]:
     """A decoder for each method, and one of plain decoding for each baseline, by their names.
 

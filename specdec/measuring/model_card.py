@@ -100,31 +100,23 @@ def predict_chain_speedups(report: Report) -> list[float]:
     """[K] predicted speedups of chains of 1, 2, .. drafts, up to the length that the report measured by decoding.
 
     Assumes equal costs of a drafting step at every depth, and of each draft in the target's pass, or in that of a
-    mixture of each further expert (target.structure.interpolate_cost).
+    mixture of each further expert (target.structure.interpolate_cost). A round that the device made alone counts as
+    the target's pass, which gives the same costs but for mixtures.
     """
-    survival, stages = report.replayed_survival or report.survival, _divide_round(report)  # replay has more prompts
+    survival, stages = report.replayed_survival or report.survival, report.ms_per_round or {}  # replay has more prompts
     assert survival is not None and report.baseline_tokens_per_second is not None
     depth, plain_ms = len(survival), 1e3 / report.baseline_tokens_per_second
     experts = None if report.experts is None else Experts(*report.experts)
 
+    whole_verify_ms = stages.get("verify", 0.0) + stages.get("round", 0.0)
+
     def predict_speedup(num: int) -> float:
-        draft_ms = num / depth * stages["draft"]
-        verify_ms = plain_ms + interpolate_cost(experts, 1, 1 + num, 1 + depth) * (stages["verify"] - plain_ms)
-        other_ms = sum(ms for stage, ms in stages.items() if stage not in ("draft", "verify"))
+        draft_ms = num / depth * stages.get("draft", 0.0)
+        verify_ms = plain_ms + interpolate_cost(experts, 1, 1 + num, 1 + depth) * (whole_verify_ms - plain_ms)
+        other_ms = sum(ms for stage, ms in stages.items() if stage not in ("draft", "verify", "round"))
         return (1 + sum(survival[:num])) * plain_ms / (draft_ms + verify_ms + other_ms)
 
     return [predict_speedup(num) for num in range(1, depth + 1)]
-
-
-def _divide_round(report: Report) -> dict[str, float]:
-    """Milliseconds by stage. A round that a device made alone is divided as its captured parts (served.py)."""
-    stages = {"draft": 0.0, "verify": 0.0} | (report.ms_per_round or {})
-    whole = stages.pop("round", 0.0)
-    served = report.served_ms or {"verify": 1.0, "steps": 0, "step": 0.0}
-    draft = served["steps"] * served["step"]
-    stages["draft"] += whole * draft / (draft + served["verify"])
-    stages["verify"] += whole * served["verify"] / (draft + served["verify"])
-    return stages
 
 
 def choose_chain(report: Report) -> int:

@@ -34,7 +34,7 @@ UNITS = {  # second lines of the heads of columns
     "plain": "tokens/s",
     "plain, of a user": "tokens/s",
     **dict.fromkeys(("tau", "tau (95 %)", "tau, replayed", "tau, best candidates"), "tokens a round"),
-    **dict.fromkeys(("speedup", "speedup, captured", "speedup, auto", "speedup of a user", "predicted"), "times plain"),
+    **dict.fromkeys(("speedup", "speedup, auto", "speedup of a user", "predicted"), "times plain"),
 }
 KEY = Markup(  # of the colours of accepted drafts
     '<p class="key"><span class="d1">1st</span><span class="d2">2nd</span><span class="d3">3rd</span>'

@@ -72,12 +72,9 @@ class Report:
     step: int | None = None  # training step of a validation
     training: Training | None = None  # cost of training until a validation
     ema: dict | None = None  # validation with train.ema: the better weights, and replayed tau of both
-    served_speedup: float | None = None  # speedup by captured passes and steps, on a GPU (captured_speed.py)
-    served_ms: dict | None = None  # milliseconds of these passes and steps
     auto: dict | None = None  # figures of proposers/auto.py (`summarise_auto`, train/loop/validate.py)
     differences: list[dict] = field(default_factory=list)  # greedy answers unlike plain decoding's: prompt, token, gap
     by_tag: dict[str, "Report"] = field(default_factory=dict)  # reports by the tags of the rows of prompts
-    by_prompt: list[dict] = field(default_factory=list)  # `count_prompts` of a validation
     samples: list[dict] = field(default_factory=list)  # `write_samples` of a validation that decoded
     fast: dict | None = None  # fast paths of a GPU: used, or the reason why not
     user_tokens_per_second: float | None = None  # median over answers; the rest of the batch costs them time, too
@@ -211,18 +208,6 @@ def summarise_auto(results: list[PromptResult], temperature: float, seed: int) -
         "identical_outputs": None if temperature > 0 else num_identical / len(results),
         "sizes": {str(num): sizes[num] for num in sorted(sizes)},
     }
-
-
-def count_prompts(results: Sequence[PromptResult | PromptReplay]) -> list[dict]:
-    """The numbers behind tau of each prompt, by decoding or by replay: {prompt: id, rounds, emitted: their tokens}."""
-    counts = []
-    for result in results:
-        if isinstance(result, PromptResult):
-            rounds, emitted = float(result.num_rounds), float(result.num_emitted)
-        else:
-            rounds, emitted = result.replayed_rounds, result.replayed_rounds + sum(result.replayed_accepted)
-        counts.append({"prompt": result.prompt.id, "rounds": rounds, "emitted": emitted})
-    return counts
 
 
 def write_samples(results: Sequence[PromptResult], decoder: TextDecoder) -> list[dict]:

@@ -27,7 +27,7 @@ NO_SPEED = (
 Cells = dict[str, str]  # texts of an entry by the heads of their columns; empty for unknown figures
 
 
-def write_results(measurement: Measurement, out: Path, console: progress.Results, *, verbose: bool = False) -> None:
+def write_results(measurement: Measurement, out: Path, console: progress.Results, *, verbose: bool) -> None:
     """Writes results.json, results.md and results.html into the folder, and prints the first table.
 
     verbose: prints all tables. With protocol= the table of countings is printed, too.
@@ -204,7 +204,6 @@ class ResultsPage:
         return {
             "speedup": format_figure(report.speedup, report.speedup_ci),
             **_cells_of_prediction(entry),
-            "speedup, captured": format_figure(report.served_speedup),
             "speedup, auto": format_figure(auto.get("speedup"), auto.get("speedup_ci")),
             "tokens/s": format_figure(report.tokens_per_second, digits=1),
             "plain": format_figure(report.baseline_tokens_per_second, digits=1),

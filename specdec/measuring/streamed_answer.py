@@ -53,6 +53,17 @@ def print_answer(
     return result
 
 
+def print_rate(drafted: Generation, console: progress.Results, *, title: str, temperature: float) -> None:
+    """Prints tau and the rate of a drafted answer, if it has rounds. title: name of the proposer"""
+    if drafted.tokens_per_second:
+        num_tokens, num_rounds = len(drafted.tokens[0]), len(drafted.accepted[0])
+        console.say(
+            f"{format_count(num_tokens, 'token')} in {format_count(num_rounds, 'round')}: "
+            f"tau {drafted.acceptance_length:.2f}, {drafted.tokens_per_second:.1f} tokens/s "
+            f"({title}, temperature {temperature:g})"
+        )
+
+
 def print_comparison(
     drafted: Generation, plain: Generation, sampling: Sampling, gap: float | None, console: progress.Results
 ) -> None:

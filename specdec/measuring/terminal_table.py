@@ -10,7 +10,6 @@ LEFT_OUT_FIRST = (
     "verify, ms",
     "draft, ms",
     "tau, best",
-    "speedup, captured",
     "requests",
     "tau minus",
     "first token",

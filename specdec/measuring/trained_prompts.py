@@ -7,7 +7,6 @@ later in a conversation, is noticed. For a row of token ids alone it is of the p
 no digest.
 """
 
-import contextlib
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,27 +98,8 @@ def write_digests(run: Path, digests: ndarray) -> None:
 def read_digests(folder: Path) -> ndarray | None:
     """The digests of a step's or a run's folder, increasing [N]; None where the training prompts are not known.
 
-    Runs of earlier versions have no file of digests. Then the rows that they name are read, as far as they are here.
     Raises ValueError for a damaged file.
     """
-    if (path := find_file(folder)) is not None:
-        digests = untrusted.read_tensors(path).get(TENSOR)
-        return None if digests is None else numpy.unique(digests.long().numpy())
-    data_facts = checkpoint.read_facts(folder).get("data")
-    train_sources = data_facts.get("train") if isinstance(data_facts, dict) else None
-    sources = [
-        source
-        for source in (train_sources if isinstance(train_sources, list) else [train_sources])
-        if isinstance(source, str)
-    ]
-    source_digests = [digest_source(source) for source in sources if Path(source).exists()]
-    return numpy.unique(numpy.concatenate(source_digests)) if source_digests else None
-
-
-def digest_source(source: str) -> ndarray:
-    """The digests [N] of all rows of a source, up to a damaged one."""
-    digests: list[int] = []
-    with contextlib.suppress(ValueError, OSError):
-        for _, row in reading.read_rows(source, None):
-            digests += digest_row(row)
-    return numpy.array(digests, dtype=numpy.int64)
+    path = find_file(folder)
+    digests = untrusted.read_tensors(path).get(TENSOR) if path else None
+    return None if digests is None else numpy.unique(digests.long().numpy())

@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,26 +62,6 @@ class AutoRound:
     plain_seconds: float  # seconds of plain decoding for as many tokens in as many rows
     head_seconds: float  # observed seconds of the head
     rows: list[RowCandidates]
-
-
-@dataclass
-class Account:
-    """Sums over all rounds since the last `reset_history`."""
-
-    rounds: int = 0
-    tokens: float = 0.0  # tokens emitted in all rows
-    seconds: float = 0.0  # expected seconds of verification and drafting
-    plain_seconds: float = 0.0  # seconds of plain decoding for the expected tokens, in as many rows
-    head: int = 0  # rounds in which the head drafted
-    sizes: Counter[int] = field(default_factory=Counter)  # rounds by the nodes of their trees
-
-    def add(self, choice: AutoRound) -> None:
-        """Adds a round before it is verified."""
-        self.rounds += 1
-        self.sizes[choice.size] += 1
-        self.seconds += choice.seconds
-        self.plain_seconds += choice.plain_seconds
-        self.head += choice.head
 
 
 class HeadDrafts(NamedTuple):
@@ -158,7 +138,7 @@ class AutoProposer(Proposer):
         for member in self.members:
             member.reset_history()
         self.acceptance = Acceptance()
-        self.times, self.account = StepTimes(), Account()
+        self.times = StepTimes()
         # Rounds since the head drafted, since a round had drafts, and since a round had none
         self.rounds_since = Counter[str]()
         self.advantage = 1.0  # expected speed of the last round with drafts over plain decoding
@@ -181,10 +161,6 @@ class AutoProposer(Proposer):
 
     def steady(self):
         return self.shaped_head
-
-    def predicted_speedup(self) -> float | None:
-        """Expected speedup of all rounds since `reset_history`; None without a round."""
-        return self.account.plain_seconds / self.account.seconds if self.account.seconds else None
 
     # A batch
 
@@ -232,7 +208,6 @@ class AutoProposer(Proposer):
         emitted = sum(len(self.ends.cut_tokens([], new[:left])[0]) for new, left in zip(rows, self.tokens_left))
         gained, spent = self.speedup
         self.speedup = gained + emitted / max(1, len(self.running)), spent
-        self.account.tokens += emitted
 
     def select(self, rows, answer_lengths):
         for member in self.members:
@@ -305,7 +280,6 @@ class AutoProposer(Proposer):
         )
         gained, spent = self.speedup
         self.speedup = DECAY * gained, DECAY * spent + self.round.seconds / fastest
-        self.account.add(self.round)
         self._count(self.round)
         return tree
 

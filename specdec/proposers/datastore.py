@@ -12,15 +12,13 @@ The places after given tokens form one range, and the range of a longer ending l
 
 import bisect
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
 
-from specdec.core import untrusted
+from specdec.core import files, untrusted
 
 SEPARATOR = -1
 ADVICE = "A datastore is a folder that specdec.proposers.datastore.write_datastore made"
@@ -97,21 +95,11 @@ def write_datastore(folder: Path, tokens: numpy.ndarray, suffixes: numpy.ndarray
 
     document: tokenizer_fingerprint, num_texts, length, and any further entries
     """
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     document = {**document, "num_tokens": len(tokens) - document["num_texts"] - 1}
-    try:
-        partial.mkdir(parents=True)
+    with files.replace_folder(folder) as partial:
         numpy.save(partial / "tokens.npy", tokens)
         numpy.save(partial / "suffixes.npy", suffixes)
         (partial / "datastore.json").write_text(json.dumps(document, indent=2) + "\n")
-        for path in partial.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        partial.rename(folder)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise ValueError(f"{folder} could not be written ({error}): free some disk space or choose another.") from error
 
 
 def read_datastore(folder: Path, tokenizer_fingerprint: str) -> Datastore:

@@ -47,9 +47,7 @@ class Steps(Protocol):
         """
 
 
-def grow_chain(
-    steps: Steps, newest: Tensor, first: StepOutput, sampling: AnySampling, draws: Sequence[Tensor] = ()
-) -> Tree:
+def grow_chain(steps: Steps, newest: Tensor, first: StepOutput, sampling: AnySampling, draws: Sequence[Tensor]) -> Tree:
     """Returns a chain of the most likely tokens if greedy, else of sampled tokens with their distributions.
 
     newest [B]: the newest token, with `first`: its step 1

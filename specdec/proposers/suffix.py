@@ -70,10 +70,7 @@ class Suffix(TextProposer):
             raise ValueError(f"factor={factor} with offset={offset} drafts nothing: raise one of them.")
         self.num, self.factor, self.offset, self.least, self.memory = num, factor, offset, least, memory
         self.depth = num
-        self.datastore, self.initial_texts = (
-            datastore,
-            [] if datastore is None else read_last_texts(target, datastore, memory),
-        )
+        self.initial_texts = [] if datastore is None else read_last_texts(target, datastore, memory)
         self.reset_history()
         self.texts: list[list[int]] = []
         self.states: list[RowMemory] = []

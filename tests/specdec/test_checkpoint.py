@@ -256,11 +256,3 @@ def test_a_tilde_stands_for_the_home_folder(tmp_path, monkeypatch):
             load("~/none")
     with pytest.raises(ValueError, match=rf"^{tmp_path}/none/drafter\.json does not exist\."):
         specdec.load_head("~/none", target)
-
-
-def test_the_first_shipped_head_loads(tmp_path):
-    """Copies of it, as adaptations begin with, have an argument that meant nothing."""
-    target = save_target(tmp_path / "target")
-    head = MTP(target)
-    checkpoint.save(tmp_path / "head", head, {"_target_": "specdec.heads.mtp.MTP", "native": False})
-    assert isinstance(checkpoint.load(tmp_path / "head", target), MTP)

@@ -39,7 +39,7 @@ VARIANTS += [
     ("eagle3", False, {"norm_features": True, "norm_output": True}),
     ("eagle3", True, {"own_output": False}),
     ("mtp", True, {"num_modules": 5, "zero_first": False}),
-    ("native_mtp", False, {"num_modules": 5, "recycle_norm": False}),
+    ("native_mtp", False, {"num_modules": 5, "zero_first": False}),
     ("medusa", True, {"own_output": True, "num_blocks": 2}),
     ("hydra", True, {"own_output": True}),
     ("draft", True, {"borrow_embeddings": False}),

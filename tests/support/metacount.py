@@ -7,26 +7,107 @@ budgets.
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from functorch.compile import aot_function, min_cut_rematerialization_partition
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import PreTrainedConfig
 
+from specdec.core.tree_attention import cut_queries
 from specdec.target.model import Target
 from train.prepare.count_tensors import (
+    ATTENTION_EFFICIENCY,
     GATHERS,
+    HOST_READS,
+    KERNELS,
     LAUNCH_SECONDS,
     PRODUCT_INDICES,
     TEXT_ATTENTION,
     VIEWS,
     WRITES,
     OperationCount,
+    aten,
     count_read_bytes,
     list_tensors,
 )
+
+CACHED_ATTENTION = ("attend_texts", "attend_tree")  # attention of decoding, over keys of a cache
+
+
+class WorkCount(OperationCount):
+    """Counts decoding too, and of all operations launches, moved bytes, FLOPs, and waits of the host for the device.
+
+    filled: share of a cache's entries in use, which `attend_texts` and `attend_tree` read
+    """
+
+    current: "WorkCount"
+
+    def __init__(self, texts: Sequence[int] = (), *, filled: float = 1.0):
+        super().__init__(texts)
+        self.filled, self.flops = filled, 0.0
+        self.launches = self.moved = self.waits = 0
+
+    def __enter__(self):
+        WorkCount.current = self
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "overloadpacket", func).__name__
+        if torch.is_inference_mode_enabled() and func not in HOST_READS and name != "_to_copy":
+            TorchDispatchMode.__enter__(self)  # counts the parts of an operation, which autograd takes apart elsewhere
+            try:
+                answer = func.decompose(*args, **(kwargs or {}))
+            finally:
+                TorchDispatchMode.__exit__(self, None, None, None)
+            if answer is not NotImplemented:
+                return answer
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def answer_host_read(self, func, tensor):
+        self.waits += func is aten._local_scalar_dense.default
+        return super().answer_host_read(func, tensor)
+
+    def answer_device_copy(self, name, inputs, kwargs):
+        device = kwargs.get("device")
+        if name == "_to_copy" and device is not None and inputs[0].is_meta != (torch.device(device).type == "meta"):
+            self.waits += inputs[0].is_meta or not kwargs.get("non_blocking")
+        return super().answer_device_copy(name, inputs, kwargs)
+
+    def add_operation(self, name, inputs, outputs, args):
+        self.launches += KERNELS.get(name, 1)
+        self.moved += self.count_moved(name, inputs, outputs, args)
+        self.flops += self.count_flops(name, args)[0]
+        super().add_operation(name, inputs, outputs, args)
+
+    def count_moved(self, name, inputs, outputs, args):
+        moved, sizes = super().count_moved(name, inputs, outputs, args), [count_read_bytes(tensor) for tensor in inputs]
+        if name == "write_keys":  # of the cache only the pass's entries are written, as many as products are read
+            cache = sum(count_read_bytes(tensor) for tensor in args[2:4])
+            return sum(sizes) - cache + sum(tensor.nbytes for tensor in args[0])
+        if name in CACHED_ATTENTION:
+            moved += sum(int(self.filled * size) - size for size in sizes[1:3])
+        return moved + self._count_parts(*args[:2]) if name == "attend_tree" else moved
+
+    def _count_parts(self, query: torch.Tensor, key: torch.Tensor) -> int:
+        """Bytes in float32 that the first kernel of `attend_tree` writes and the second reads: parts of the outputs."""
+        *_, num_parts = cut_queries(query.shape, key.shape[1])
+        used = min(num_parts, 1 + -(-int(self.filled * key.shape[2]) // 64))
+        return 2 * 4 * query.numel() * used
+
+    def count_flops(self, name, args):
+        if name not in CACHED_ATTENTION:
+            return super().count_flops(name, args)
+        if name == "attend_texts":  # 128 queries at a time, of which a few may be real
+            rows = args[0].shape[0] * -(-args[0].shape[1] // 128) * 128
+            keys = self.filled * args[1].shape[0] / args[0].shape[0]
+            flops = 4.0 * rows * keys * args[0].shape[2]
+        else:
+            rows, groups, capacity, width = args[1].shape
+            size, tiles, _ = cut_queries(args[0].shape, groups)
+            flops = 4.0 * rows * groups * tiles * size * self.filled * capacity * width
+        return flops, ATTENTION_EFFICIENCY * self.peak
 
 
 def meta_target(config: PreTrainedConfig) -> Target:
@@ -68,11 +149,11 @@ def model_block(function: Callable) -> Callable:
                 bw_compiler=lambda graph, _: _FusedRun(graph),
                 partition_fn=min_cut_rematerialization_partition,
             )
-            count = OperationCount.current
-            OperationCount.current = OperationCount()  # the first call traces, which is not counted
+            count = WorkCount.current
+            WorkCount.current = WorkCount()  # the first call traces, which is not counted
             with _disable_current_modes():
                 meta_functions[key](*weights.values(), *inputs)
-            OperationCount.current = count
+            WorkCount.current = count
         return meta_functions[key](*weights.values(), *inputs)
 
     return run
@@ -102,7 +183,7 @@ class _FusedRun:
         self.graph = graph
 
     def __call__(self, *inputs):
-        count = OperationCount.current
+        count = WorkCount.current
         with _disable_current_modes():
             run = _Values(self.graph)
             result = run.run(*inputs)
@@ -114,7 +195,7 @@ class _FusedRun:
                 count._watch_storage(tensor.untyped_storage())
         return result
 
-    def _count_products(self, count: OperationCount, values: dict) -> dict[int, list[torch.fx.Node]]:
+    def _count_products(self, count: WorkCount, values: dict) -> dict[int, list[torch.fx.Node]]:
         """Counts the products. -> the pointwise operations by the number of products before them"""
         level: dict[torch.fx.Node, int] = {}
         groups: dict[int, list[torch.fx.Node]] = defaultdict(list)
@@ -130,7 +211,7 @@ class _FusedRun:
         return groups
 
 
-def _count_fused_kernel(count: OperationCount, members: list[torch.fx.Node], values: dict) -> None:
+def _count_fused_kernel(count: WorkCount, members: list[torch.fx.Node], values: dict) -> None:
     """Counts the kernel that computes these pointwise operations."""
     inside = set(members)
     read_nodes = {_source(source) for node in members for source in _read_whole(node)} - inside
@@ -164,7 +245,7 @@ def _kind(node: torch.fx.Node) -> str:
     if node.op != "call_function":
         return "place"
     name = _name(node)
-    if name in PRODUCT_INDICES or name in TEXT_ATTENTION:
+    if name in PRODUCT_INDICES or name in (*TEXT_ATTENTION, *CACHED_ATTENTION):
         return "product"
     return "place" if name in VIEWS or name == "getitem" else "point"
 

@@ -375,7 +375,7 @@ def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *
         y = (F.silu(y @ w["mlp.gate_proj.weight"].T) * (y @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
         x = x + convolved(y, normed, w, "mlp_conv", config, 1)
     x = norm(x, tensors["norm.weight"], config)[0 if config.get("sample_from_anchor") else 1 :][:depth]
-    logits, confidence = x @ lm_head.T, None
+    logits, confidence = shaped(x @ lm_head.T, config), None
     before = tokens[slot : slot + depth]
     if "selector_rank" in config:
         logits = selected(tensors, config, logits, x, before)
@@ -389,6 +389,12 @@ def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *
         logits = logits + read @ tensors["markov_head.markov_w2.weight"].T
         confidence = confidences(tensors, config, x, rows)
     return Drafts(logits, ids, confidence)
+
+
+def shaped(logits: Tensor, config: dict) -> Tensor:
+    """The logits of DFlash 2 with the target's scale and cap, which its configuration names."""
+    logits, cap = config.get("output_multiplier", 1) * logits, config.get("final_logit_softcapping")
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def load_block(folder: Path) -> tuple[dict, dict, list[int]]:

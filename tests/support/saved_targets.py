@@ -20,6 +20,7 @@ SIZES = {"vocab_size": 61, "hidden_size": 128, "intermediate_size": 128, "num_hi
 IMAGES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
           "image_size": 16, "patch_size": 8}  # fmt: skip
 PROMPT = [5, 9, 2, 44, 17]
+SHAPES = (None, TreeShape(3, 1, 3), TreeShape(3, 3, 7))  # no drafts, a chain, a tree
 
 
 def save(folder: Path, **arguments) -> Path:
@@ -47,11 +48,11 @@ def edit_tensors(folder: Path, change) -> Path:
     return folder
 
 
-def check_decoding(target: Target) -> None:
+def check_decoding(target: Target, shapes=SHAPES) -> None:
     """Plain decoding, a chain and a tree write what the model's own generate writes."""
     mask = torch.ones(1, len(PROMPT), dtype=torch.long)
     written = target.model.generate(torch.tensor([PROMPT]), attention_mask=mask, do_sample=False, max_new_tokens=12)
     head = Eagle(target, vocab=torch.arange(0, 61, 2)).to(target.dtype)
-    for shape in (None, TreeShape(3, 1, 3), TreeShape(3, 3, 7)):
+    for shape in shapes:
         decoder = Decoder(target, HeadProposer(head, shape) if shape else None, sampling=Sampling(0), stop=set())
         assert decoder.generate([PROMPT], 12).tokens[0] == written[0, len(PROMPT) :].tolist()

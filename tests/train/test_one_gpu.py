@@ -52,7 +52,8 @@ def one_gpu(monkeypatch):
 
 def test_the_loaders_thread_takes_a_device_without_a_number(one_gpu):
     order = Order(num_packs=1, seed=0, batch=1, accumulation=1, group=0, num_groups=1)
-    loader = Loader(SimpleNamespace(), order=order, device=torch.device("cuda"), num_prefetched=1)
+    material = SimpleNamespace(count_prefetched=lambda batch: 1)
+    loader = Loader(material, order=order, device=torch.device("cuda"), steps=1)
     assert loader.thread.submit(lambda: 7).result() == 7 and loader.device == GPU
     loader.close()
     assert [(device, name.startswith("loader")) for device, name in one_gpu] == [(GPU, True)]

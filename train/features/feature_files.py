@@ -34,14 +34,13 @@ class FeatureFolder:
         self.record: dict = {
             "target": target.fingerprint(),
             "dtype": str(target.dtype),
-            "bits": None,  # earlier versions also stored 8-bit integers
             "layers": sorted({*layers, target.num_layers}),
             "files": "documents",
         }
         if (path / "about.json").exists():
             stored_record = read_json(path / "about.json")
             differences = [] if target.matches(stored_record.get("target")) else ["target"]
-            differences += [key for key in ("dtype", "bits", "files") if stored_record.get(key) != self.record[key]]
+            differences += [key for key in ("dtype", "files") if stored_record.get(key) != self.record[key]]
             if not set(self.record["layers"]) <= set(stored_record.get("layers", ())):
                 differences.append("layers")
             if differences:
@@ -122,12 +121,12 @@ def read_tensors(path: Path, names: list[str]) -> list[Tensor]:
     """Some tensors of a file. Raises ValueError if the file is truncated or one of these tensors is damaged."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            checksums = file.metadata() or {}  # none in files of earlier versions
+            checksums = file.metadata() or {}
             tensors = [file.get_tensor(name) for name in names]
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path} is truncated or damaged ({error}).") from error
     for name, value in zip(names, tensors):
-        if name in checksums and checksums[name] != compute_checksum(name, value):
+        if checksums.get(name) != compute_checksum(name, value):
             raise ValueError(f"{path} is damaged: tensor {name} has not the checksum that it was written with.")
     return tensors
 

@@ -2,7 +2,6 @@
 
 import functools
 import random
-import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,7 +25,6 @@ class MicroBatch:
     """The packs that one process reads between two backward passes."""
 
     number: int  # place among this process' micro-batches, from 0 on
-    pack_indices: list[int]
     row_ids: list[str]  # ids of the packs' rows, for messages
     batch: TrainingBatch  # on the CPU
     feature_read: FeatureRead | None = None  # the target's outputs, if they are read ahead
@@ -91,36 +89,25 @@ class Order:
 class Loader:
     """The micro-batches of one process. Their content follows from their number, not from the reading ahead.
 
-    num_prefetched: micro-batches that are read ahead of the step, one of them on the device; 0: none; None: as many as
-        the material needs
-    steps: steps of the run, after which nothing is read; None: the run has no end
+    steps: steps of the run, after which nothing is read
+    `num_prefetched`: micro-batches that are read ahead of the step, one of them on the device
     An error in a thread is raised where its result is asked for. A second thread waits for a server's answers, so that
     the first one goes on to ask for more.
     """
 
-    def __init__(
-        self,
-        material: Material,
-        *,
-        order: Order,
-        device: torch.device,
-        num_prefetched: int | None = None,
-        steps: int | None = None,
-    ):
+    def __init__(self, material: Material, *, order: Order, device: torch.device, steps: int):
         self.material, self.order, self.device = material, order, devices.number_device(device)
         self.accumulation = order.accumulation
-        self.num_prefetched = material.count_prefetched(order.batch) if num_prefetched is None else num_prefetched
-        self.end_number = sys.maxsize if steps is None else steps * order.accumulation
+        self.num_prefetched = material.count_prefetched(order.batch)
+        self.end_number = steps * order.accumulation
         start_thread = functools.partial(ThreadPoolExecutor, 1, initializer=set_thread_device, initargs=(self.device,))
-        self.thread = start_thread(thread_name_prefix="loader") if self.num_prefetched else None
+        self.thread = start_thread(thread_name_prefix="loader")
         self.receiver = start_thread(thread_name_prefix="receiver") if self.num_prefetched > 1 else self.thread
         self.host_futures: dict[int, Future[MicroBatch]] = {}
         self.device_futures: dict[int, Future[tuple[TrainingBatch, TargetOutput | None]]] = {}
 
     def read_step(self, step: int) -> list[MicroBatch]:
         """The micro-batches of a step."""
-        if self.thread is None:
-            return self.reread_step(step)
         first, stop = step * self.accumulation, (step + 1) * self.accumulation
         for number in range(first, max(stop, min(self.end_number, stop + self.num_prefetched))):
             self._submit(number)
@@ -129,9 +116,6 @@ class Loader:
     def read_on_device(self, micro: MicroBatch) -> tuple[TrainingBatch, TargetOutput | None]:
         """A micro-batch on the training device, and the target's outputs for it if the objective needs them."""
         number = micro.number
-        if self.receiver is None:
-            batch = micro.batch.move_to(self.device)
-            return batch, self.material.target_output(batch)
         last = max(number, min(self.end_number - 1, number + self.num_prefetched))
         for later_number in range(number, last + 1):
             self._submit(later_number)
@@ -146,23 +130,22 @@ class Loader:
     def close(self) -> None:
         """Ends the threads, without waiting for what they do."""
         for thread in (self.thread, self.receiver):
-            if thread is not None:
-                thread.shutdown(wait=False, cancel_futures=True)
+            thread.shutdown(wait=False, cancel_futures=True)
 
     def reread_step(self, step: int) -> list[MicroBatch]:
         """The micro-batches of a step, not read ahead."""
         first = step * self.accumulation
         return [self._make_micro_batch(number) for number in range(first, first + self.accumulation)]
 
-    # In the threads, if there are any
+    # In the threads
 
     def _make_micro_batch(self, number: int) -> MicroBatch:
         material, indices = self.material, self.order(*divmod(number, self.accumulation))
         packs = [material.packs[index] for index in indices]
         batch = batches.collate(packs, length=material.length, pad_token=0)
-        feature_read = material.features.prefetch(batch) if material.features and self.thread else None
+        feature_read = material.features.prefetch(batch) if material.features else None
         row_ids = [row.id for pack in packs for row in pack]
-        return MicroBatch(number, indices, row_ids, batch, feature_read)
+        return MicroBatch(number, row_ids, batch, feature_read)
 
     def _send_micro_batch(self, future: Future[MicroBatch]) -> tuple[TrainingBatch, TargetOutput | None]:
         micro = future.result()  # it was submitted before, so where there is only one thread it has made it
@@ -170,7 +153,6 @@ class Loader:
 
     def _submit(self, number: int) -> None:
         if number not in self.host_futures:
-            assert self.thread is not None
             self.host_futures[number] = self.thread.submit(self._make_micro_batch, number)
 
     def _wait_for(self, future: Future[Result]) -> Result:

@@ -54,7 +54,7 @@ def make_schedule(
 # Optimizers
 
 
-def make_parameter_groups(module: nn.Module, weight_decay: float, *, adapter: dict | None = None) -> list[dict]:
+def make_parameter_groups(module: nn.Module, weight_decay: float, *, adapter: dict | None) -> list[dict]:
     """Groups of the trained parameters. Matrices decay, norms do not. adapter: lr and delay of the target's adapter"""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     head_parameters = [p for name, p in trained.items() if not name.startswith("adapter.")]

@@ -22,9 +22,9 @@ from specdec.target.fingerprint import Fingerprint
 from train.settings.options import list_fixed_settings, read_settings
 
 NUM_STATES = 2  # states that are kept: if the newest is damaged, the one before it is used
-LOSS_PREFIX = "head.objective.losses."  # a loss of weight 0 may be one that an earlier version lacked
 STEP_OPTIONS = ("train.batch", "train.accumulation", "processes")  # settings whose product is the packs of a step
-INPUT_NAMES = {  # digests among the settings of a run; earlier versions recorded only the data
+LOSS_PREFIX = "head.objective.losses."  # a loss of weight 0 may be one that an earlier version lacked
+INPUT_NAMES = {  # digests among the settings of a run
     "data": "the training data",
     "target": "the target",
     "embeddings": "the target's embeddings",
@@ -191,7 +191,7 @@ class RunFolder:
         """Raises ValueError for settings or inputs that differ from the run's start. recorded: the state's settings"""
         if self.identity is not None and self.identity.matches(recorded.get("target")):
             recorded = recorded | {"target": self.settings.get("target")}
-        recorded = {key: checkpoint.find_moved_class(value) for key, value in recorded.items()}
+        recorded = {key: checkpoint.MOVED_CLASSES.get(str(value), value) for key, value in recorded.items()}
         changes = self.find_changes(recorded)
         settings = [f"{key} was {old}, is {new}" for key, old, new in changes if key not in INPUT_NAMES]
         if settings:

@@ -204,10 +204,10 @@ class Trainer:
         self.scheduler.load_state_dict(document["scheduler"] | {"lr_lambdas": lambdas})
         self.step, self.best = document["step"], document["best"]
         self.tokens_read, self.seconds = document["seen"], document["seconds"]
-        self.skipped = document.get("skipped", 0)
-        self.validation.seconds |= document.get("validation", {})
+        self.skipped = document["skipped"]
+        self.validation.seconds |= document["validation"]
         recorded_packs, step_packs = count_step_packs(document["about"]), count_step_packs(self.folder.settings)
-        self.order.launch_start = (self.step, document.get("packs", self.step * recorded_packs))
+        self.order.launch_start = (self.step, document["packs"])
         if self.accelerator.is_main_process:
             self.folder.go_back(self.step, self.best)
         progress.print_note(f"Resumed from step {self.step}.")
@@ -221,7 +221,7 @@ class Trainer:
 
     # The loop
 
-    def fit(self, record: Callable[[int, dict], None] = lambda step, figures: None) -> None:
+    def fit(self, record: Callable[[int, dict], None]) -> None:
         """Trains to the last step. After a signal it returns early, with a saved state.
 
         record: gets the number and the figures of each logged step. Raises NotFiniteLoss and ProcessLost.

@@ -22,7 +22,6 @@ from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.engines.engine_target import EngineTarget
 from specdec.heads.base import Drafter, Head
-from specdec.measuring import served
 from specdec.measuring.answers import HeldoutAnswers
 from specdec.measuring.measure import (
     FROZEN,
@@ -41,7 +40,6 @@ from specdec.measuring.report import (
     add_categories,
     add_replays,
     compute_replayed_tau,
-    count_prompts,
     make_undecoded_report,
     summarise,
     write_samples,
@@ -98,9 +96,6 @@ class Validation:
         self.twin: Head | None = None  # drafter that decodes, if its passes are captured
         self.proposer: Proposer | None = None  # proposer of the twin
         self.costs: dict[Path, Costs] = {}  # measured costs of auto, by file
-        self.captured_costs: list[
-            served.CapturedCosts | None
-        ] = []  # measured costs of captured passes, none or one entry
         self.texts: list[AnsweredPrompt] | None = None  # answers that are replayed
         self.text_decoder: TextDecoder | None = None  # decoder of answers that reports keep; None: they keep none
         self.num_trained = 0  # prompts that are trained on, too
@@ -140,9 +135,7 @@ class Validation:
     def _decode_all(self, frozen: Head) -> Report:
         """The report of decoding all prompts: figures of different prompts cannot be compared."""
         results = self._decode(frozen, len(self.prompts))
-        report = add_categories(self._summarise_decoded(results), results, self._summarise)
-        report = self._add_captured(report, frozen)
-        return replace(report, by_prompt=count_prompts(results))
+        return add_categories(self._summarise_decoded(results), results, self._summarise)
 
     def _replay_all(self, candidates: dict[str, Head]) -> tuple[str, Report]:
         """The name of the candidate with the larger replayed tau, and its report."""
@@ -151,8 +144,8 @@ class Validation:
         better = max(taus, key=taus.__getitem__)
         results = replays[better]
         report = add_categories(self._report_replays(results), results, self._report_replays)
-        ema = {"kept": better, **taus} if len(candidates) > 1 else report.ema
-        return better, replace(report, by_prompt=count_prompts(results), ema=ema)
+        ema = {"kept": better, **taus} if len(candidates) > 1 else None
+        return better, replace(report, ema=ema)
 
     def _report_replays(self, replays: list[PromptReplay]) -> Report:
         """The report of prompts that were replayed and not decoded."""
@@ -213,18 +206,9 @@ class Validation:
     def _add_decoded(self, report: Report, frozen: Head, num: int) -> Report:
         """A report of replay and the decoding of the first `num` prompts."""
         kept_names = [name for name in vars(report) if name.startswith("replayed_")]
-        kept_names += ["candidates", "ema", "step", "training", "by_category", "by_tag", "by_prompt"]
+        kept_names += ["candidates", "ema", "step", "training", "by_category", "by_tag"]
         kept_figures = {name: getattr(report, name) for name in kept_names}
-        report = self._summarise_decoded(self._decode(frozen, num))
-        return self._add_captured(replace(report, **kept_figures), frozen)
-
-    def _add_captured(self, report: Report, frozen: Head) -> Report:
-        """The report, on a GPU with the speedup of an engine. Its costs depend on sizes only, and are measured once."""
-        if not self.captured_costs:
-            with self._add_seconds("decode"):
-                self.captured_costs.append(served.measure_captured(self.target, self.drafting.proposer(frozen)))
-        costs = self.captured_costs[0]
-        return costs.add_to(report) if costs else report
+        return replace(self._summarise_decoded(self._decode(frozen, num)), **kept_figures)
 
     def _decode(self, frozen: Head, num: int) -> list[PromptResult]:
         """Decodes the first `num` prompts, if there are so many. -> the results of all processes"""

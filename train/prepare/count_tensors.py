@@ -2,11 +2,11 @@
 
     with torch.device("meta"), OperationCount() as count, Autocast():
         ...
-    count.launches, count.moved, count.live, count.waits
+    count.live, count.seconds
 
 A view is no launch, attention of torch is one, and an operation of several kernels counts as several (KERNELS). Moved
 bytes are those of all arguments and results of launches, because caches are small beside them. Live bytes are those of
-the tensors that were made. Where the host reads a value, it waits, and reads a one.
+the tensors that were made. Where the host reads a value, it reads a one.
 
 `count.seconds` is a roofline of one device. A product's share of the peak depends on its smallest dimension
 (PRODUCT_EFFICIENCY). Attention over texts reaches ATTENTION_EFFICIENCY. Everything else runs at 80 % of the bandwidth
@@ -23,8 +23,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from specdec.core.tree_attention import cut_queries
-
 aten = torch.ops.aten
 H100_PEAK, H100_BANDWIDTH = 989e12, 3.35e12  # FLOP/s in bfloat16 and bytes/s of an H100, by its data sheet
 REACHED_SHARE = 0.8  # share of the bandwidth that kernels reach
@@ -34,7 +32,7 @@ ATTENTION_EFFICIENCY = 0.45  # share of the peak that attention over texts reach
 LAUNCH_SECONDS, PRODUCT_LAUNCH_SECONDS = 2e-6, 3e-6  # shortest time of a kernel, and of a product
 PRODUCT_INDICES = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 # Work of attention over texts, in forward passes
-TEXT_ATTENTION = {"attend_segments": 1.0, "attend_segments_backward": 2.5, "attend_texts": 1.0, "attend_tree": 1.0}
+TEXT_ATTENTION = {"attend_segments": 1.0, "attend_segments_backward": 2.5}
 VIEWS = set(
     "view _unsafe_view t transpose permute expand slice select unsqueeze squeeze alias as_strided split "
     "split_with_sizes unbind detach _reshape_alias diagonal lift_fresh empty empty_like new_empty empty_strided "
@@ -56,34 +54,25 @@ PRODUCTS = {F.linear, torch.matmul, _tensor.matmul, _tensor.__matmul__, _tensor.
 class OperationCount(TorchDispatchMode):
     """A context that counts the operations within it.
 
-    moved, live: bytes; live is the most at one time; waits: number of times that the host waits for the device
-    seconds, flops: figures of the roofline; texts: tokens of the documents that attention over texts reads
+    live: bytes, the most at one time; seconds: of the roofline
+    texts: tokens of the documents that attention over texts reads
     peak, bandwidth: FLOP/s in bfloat16 and bytes/s of the device
-    filled: share of a cache's entries in use, which `attend_texts` and `attend_tree` read
     """
 
     supports_higher_order_operators = True
-    current: "OperationCount"
 
     def __init__(
-        self,
-        texts: Sequence[int] = (),
-        *,
-        filled: float = 1.0,
-        peak: float = H100_PEAK,
-        bandwidth: float = H100_BANDWIDTH,
+        self, texts: Sequence[int] = (), *, peak: float = H100_PEAK, bandwidth: float = H100_BANDWIDTH
     ) -> None:
         super().__init__()
         self.peak, self.bandwidth = peak, REACHED_SHARE * bandwidth
-        self.filled = filled
-        self.launches = self.moved = self.live = self.waits = self._live_now = 0
-        self.seconds = self.flops = 0.0
+        self.live = self._live_now = 0
+        self.seconds = 0.0
         self.pairs = sum(num * (num + 1) / 2 for num in texts)  # pairs of a query and a key that it sees
         self._storages: dict[int, weakref.ref] = {}
         self._undo = contextlib.ExitStack()
 
     def __enter__(self):
-        OperationCount.current = self
         self._undo.enter_context(_FusedAttention())
         return super().__enter__()
 
@@ -97,11 +86,9 @@ class OperationCount(TorchDispatchMode):
         inputs = list_tensors([*args, *kwargs.values()])
         on_device = any(tensor.is_meta for tensor in inputs)
         if on_device and func in HOST_READS:
-            return self._answer_host_read(func, inputs[0])
-        answer = self._answer_device_copy(name, inputs, kwargs)
-        if answer is None:
-            answer = self._count_decomposed(func, args, kwargs)
-        if answer is not NotImplemented:
+            return self.answer_host_read(func, inputs[0])
+        answer = self.answer_device_copy(name, inputs, kwargs)
+        if answer is not None:
             return answer
         out = func(*args, **kwargs)
         outputs = [tensor for tensor in list_tensors([out]) if tensor.is_meta]
@@ -111,35 +98,18 @@ class OperationCount(TorchDispatchMode):
                 self.add_operation(name, inputs, outputs, args)
         return out
 
-    def _answer_host_read(self, func, tensor: torch.Tensor):
-        """The value that the host reads: a one, or true. A scalar is waited for."""
+    def answer_host_read(self, func, tensor: torch.Tensor):
+        """The value that the host reads: a one, or true."""
         if func is not aten._local_scalar_dense.default:
             return True
-        self.waits += 1
         return tensor.dtype.is_floating_point or tensor.dtype == torch.bool or 1
 
-    def _answer_device_copy(self, name: str, inputs: list[torch.Tensor], kwargs: dict) -> torch.Tensor | None:
-        """Counts the wait of a copy between devices. -> ones for a copy to the host; None: torch makes the copy"""
+    def answer_device_copy(self, name: str, inputs: list[torch.Tensor], kwargs: dict) -> torch.Tensor | None:
+        """Ones for a copy to the host; None: torch makes the copy, or it is none."""
         device = kwargs.get("device")
-        if name != "_to_copy" or device is None or inputs[0].is_meta == (torch.device(device).type == "meta"):
-            return None
-        self.waits += inputs[0].is_meta or not kwargs.get("non_blocking")
-        if not inputs[0].is_meta:
+        if name != "_to_copy" or device is None or not inputs[0].is_meta or torch.device(device).type == "meta":
             return None
         return torch.ones(inputs[0].shape, dtype=kwargs.get("dtype") or inputs[0].dtype)
-
-    def _count_decomposed(self, func, args, kwargs):
-        """Counts the parts of an operation, which autograd takes apart and inference mode does not. -> its result
-
-        NotImplemented outside of inference mode, and for operations without parts.
-        """
-        if not torch.is_inference_mode_enabled():
-            return NotImplemented
-        super().__enter__()
-        try:
-            return func.decompose(*args, **kwargs)
-        finally:
-            super().__exit__(None, None, None)
 
     def _watch_storages(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Counts the memory that an operation took, until it is free again."""
@@ -150,7 +120,13 @@ class OperationCount(TorchDispatchMode):
 
     def add_operation(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], args: Sequence) -> None:
         """Counts an operation that is not a view."""
-        self.launches += KERNELS.get(name, 1)
+        minimum = PRODUCT_LAUNCH_SECONDS if name in PRODUCT_INDICES else LAUNCH_SECONDS * KERNELS.get(name, 1)
+        flops, peak = self.count_flops(name, args)
+        moved = self.count_moved(name, inputs, outputs, args)
+        self.seconds += max(moved / self.bandwidth, flops / peak, minimum)
+
+    def count_moved(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], args: Sequence) -> int:
+        """Bytes that an operation reads and writes."""
         read, written = [count_read_bytes(tensor) for tensor in inputs], sum(tensor.nbytes for tensor in outputs)
         if name in FILLS:
             read = []
@@ -160,49 +136,21 @@ class OperationCount(TorchDispatchMode):
             read, written = read[-1:], read[-1]
         elif name == "logsumexp":
             read = 5 * read
-        elif name == "write_keys":
-            read, written = self._count_writing(read, args)
-        elif name in ("attend_texts", "attend_tree"):
-            read[1:3] = [int(self.filled * size) for size in read[1:3]]
-            written += self._count_parts(*args[:2]) if name == "attend_tree" else 0
-        self.moved += sum(read) + written
-        self._add_seconds(name, sum(read) + written, args)
+        return sum(read) + written
 
-    def _count_writing(self, read: list[int], args: Sequence) -> tuple[list[int], int]:
-        """Bytes read and written: of the cache only the pass's entries are written, as many as products are read."""
-        cache = sum(count_read_bytes(tensor) for tensor in args[2:4])
-        return [sum(read) - cache], sum(tensor.nbytes for tensor in args[0])
-
-    def _count_parts(self, query: torch.Tensor, key: torch.Tensor) -> int:
-        """Bytes in float32 that the first kernel of `attend_tree` writes and the second reads: parts of the outputs."""
-        *_, num_parts = cut_queries(query.shape, key.shape[1])
-        used = min(num_parts, 1 + -(-int(self.filled * key.shape[2]) // 64))
-        return 2 * 4 * query.numel() * used
-
-    def _add_seconds(self, name: str, moved: float, args: Sequence) -> None:
-        flops, seconds, minimum = 0.0, moved / self.bandwidth, LAUNCH_SECONDS * KERNELS.get(name, 1)
+    def count_flops(self, name: str, args: Sequence) -> tuple[float, float]:
+        """Floating-point operations of a product or of attention, and the FLOP/s that it reaches."""
         if name in PRODUCT_INDICES:
             left, right = args[PRODUCT_INDICES[name]], args[PRODUCT_INDICES[name] + 1]
-            flops, minimum = 2.0 * left.numel() * right.shape[-1], PRODUCT_LAUNCH_SECONDS
             smallest = min(left.shape[-2], left.shape[-1], right.shape[-1])
             share = next(share for size, share in PRODUCT_EFFICIENCY if smallest >= size)
-            seconds = max(seconds, flops / (share * self.peak if left.element_size() < 4 else 0.0425 * self.peak))
-        elif name == "attend_texts":  # 128 queries at a time, of which a few may be real
-            rows = args[0].shape[0] * -(-args[0].shape[1] // 128) * 128
-            keys = self.filled * args[1].shape[0] / args[0].shape[0]
-            flops = 4.0 * rows * keys * args[0].shape[2]
-            seconds = max(seconds, flops / (ATTENTION_EFFICIENCY * self.peak))
-        elif name == "attend_tree":
-            rows, groups, capacity, width = args[1].shape
-            size, tiles, _ = cut_queries(args[0].shape, groups)
-            flops = 4.0 * rows * groups * tiles * size * self.filled * capacity * width
-            seconds = max(seconds, flops / (ATTENTION_EFFICIENCY * self.peak))
-        elif name in TEXT_ATTENTION:
+            reached = share * self.peak if left.element_size() < 4 else 0.0425 * self.peak
+            return 2.0 * left.numel() * right.shape[-1], reached
+        if name in TEXT_ATTENTION:
             query = args[TEXT_ATTENTION[name] > 1]
             flops = 4.0 * TEXT_ATTENTION[name] * query.shape[1] * query.shape[2] * self.pairs
-            seconds = max(seconds, flops / (ATTENTION_EFFICIENCY * self.peak))
-        self.flops += flops
-        self.seconds += max(seconds, minimum)
+            return flops, ATTENTION_EFFICIENCY * self.peak
+        return 0.0, self.peak
 
     def _watch_storage(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.size()

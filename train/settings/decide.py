@@ -207,7 +207,7 @@ def apply_decisions(options: RunOptions, decisions: list[Decision]) -> dict:
     return fill(options.document(), {decision.name: decision.value for decision in decisions})
 
 
-def choose_value(options: RunOptions, name: str, value: Any, reason: str = "") -> Decision:
+def choose_value(options: RunOptions, name: str, value: Any, reason: str) -> Decision:
     """The value that the user gives to an option, or this one in the place of auto."""
     current = flatten(options.document())[name]
     return Decision(name, value, reason) if current == AUTO else Decision(name, current, "")

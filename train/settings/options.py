@@ -59,6 +59,8 @@ class RunTargetOptions(Options):
     shard: Annotated[bool, FREE]
     trust_remote_code: Annotated[bool, FREE]
     tried: Annotated[Text | None, FREE] = None  # place where this project ran it; None: never run
+    # Variables of its chat template, with their values, the default first; None: not known
+    template_options: Annotated[dict[str, Annotated[list, Field(min_length=1)]] | None, FREE] = None
     outline: Annotated[dict | None, FREE] = None  # fields of its config.json, for plans without the target
 
     @model_validator(mode="after")
@@ -93,7 +95,7 @@ class DataOptions(Options):
     heldout: Text
     heldout_split: Annotated[Text | None, FREE]
     length: Count | Auto  # tokens of a pack
-    pack: bool | None
+    pack: Annotated[bool | None, FREE]  # FREE: the packs are in the fingerprint
     limit: Count | None  # rows of each source
     hold_out: Whole  # rows
     tokens: Count | None  # supervised tokens
@@ -278,7 +280,7 @@ class RunOptions(Options):
     resume: Annotated[Literal[True, False, "auto"], FREE]
     tracker: Annotated[Literal["none", "wandb", "tensorboard", "trackio"], FREE]
     progress: Annotated[Literal["auto", "rich", "plain", "quiet"], FREE]
-    trust_code: Annotated[bool, FREE] = False  # earlier versions lack it
+    trust_code: Annotated[bool, FREE] = False
     threads: Annotated[SmallCount | None, FREE]
     precision: Literal["auto", "bf16", "fp32"]
     fast: Annotated[Text | Texts | None, FREE]
@@ -436,18 +438,14 @@ def fill_from_record(options: RunOptions, record: dict) -> RunOptions:
 
 def read_settings(path: Path) -> dict:
     """The config.yaml of a run in groups; {} where there is none."""
-    document = (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
-    for part in document.get("head", {}).values():
-        if isinstance(part, dict) and "_target_" in part:
-            part["_target_"] = checkpoint.find_moved_class(part["_target_"])
-    return document
+    return (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
 
 
 # Settings by dotted name
 
 
 def list_fixed_settings(document: dict, model: type[Options] = RunOptions, prefix: str = "") -> dict:
-    """The settings that a run's figures depend on, by dotted name. document: options of this or an earlier version"""
+    """The settings that a run's figures depend on, by dotted name. document: options in groups"""
     fixed: dict = {}
     for key, value in document.items():
         field = model.model_fields.get(key, FieldInfo())

@@ -88,9 +88,7 @@ def list_figures(report: Report) -> dict[str, str]:
         "tokens/s plain": format_figure(report.baseline_tokens_per_second, digits=1),
         "tokens/s drafted": format_figure(report.tokens_per_second, report.tokens_per_second_ci, digits=1),
         "speedup": format_figure(report.speedup, report.speedup_ci),
-        "speedup served": format_figure(report.served_speedup),
         f"speedup auto{auto_prompts}": format_figure(auto.get("speedup"), auto.get("speedup_ci")),
-        "speedup auto, predicted": format_figure(auto.get("predicted_speedup")),
         "rounds of auto by nodes": ", ".join(f"{size}: {n / sum(sizes.values()):.0%}" for size, n in sizes.items()),
         "survival by depth": format_by_depth(report.survival or []),
         "acceptance by depth": format_by_depth(report.acceptance or []),
@@ -124,7 +122,7 @@ def print_end(console: Results, trainer) -> None:
 def describe_best(report: Report, figure_name: str) -> str:
     """tau and speedups of the best step, with intervals. figure_name: name of the tau that chose it"""
     tau = format_figure(getattr(report, figure_name), getattr(report, f"{figure_name}_ci"))
-    measured = {name: text for name, text in list_figures(report).items() if text and "predicted" not in name}
-    speedups = [f"{name} {text}" for name, text in measured.items() if name.startswith("speedup")]
+    figures = list_figures(report).items()
+    speedups = [f"{name} {text}" for name, text in figures if text and name.startswith("speedup")]
     decoded = f"; on {report.num_prompts} prompts: {', '.join(speedups)}" if speedups else ""
     return f"{figure_name.replace('_', ' ')} {tau}{decoded}"

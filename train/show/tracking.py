@@ -23,7 +23,7 @@ PROJECT = "specdec"  # name of the project, unless WANDB_PROJECT or TRACKIO_PROJ
 WANDB_ID = "wandb_id"  # file in a run's folder: the number under which a continued run goes on
 STEP = "step"  # W&B's axis of charts: its own count shifts where a continued run repeats steps
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")  # names of environment variables whose values are never shown
-TABLE_KEYS = ("by_category", "by_tag", "by_prompt", "differences", "samples")  # of a report: tables, not figures
+TABLE_KEYS = ("by_category", "by_tag", "differences", "samples")  # of a report: tables, not figures
 
 
 def list_figures(kind: str, values: dict[str, Any]) -> dict[str, float]:

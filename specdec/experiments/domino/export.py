@@ -47,6 +47,7 @@ DOMINO = BlockKind(
     write_fields=write_fields,
     is_declared=lambda config: config.get("projector_type") == "domino",
     read_dependence=read_dependence,
+    embeds_drafts=True,
     anchor_field="shift_label",
     draft_vocabulary=False,
 )

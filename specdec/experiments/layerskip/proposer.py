@@ -68,7 +68,10 @@ class LayerSkip(Proposer):
         compile: bool | None = False,
     ):
         self.layers = find_layers(target, layers)
-        check_layers(target, "it cannot draft with some of them; choose another proposer.")
+        advice = "it cannot draft with some of them; choose another proposer."
+        if target.recurrent:
+            raise ValueError(f"{target.name} has layers that keep a state, which their drafts would change: {advice}")
+        check_layers(target, advice)
         self.target, self.depth = target, depth
         self.num_shared = sum(number == place for place, number in enumerate(self.layers))  # E
         self.runner = Runner(compile)

@@ -87,6 +87,7 @@ LILICORR = BlockKind(
     write_fields=write_fields,
     is_declared=lambda config: config.get("projector_type") == "lilicorr" or config.get("lilicorr_enabled"),
     read_dependence=read_dependence,
+    embeds_drafts=True,
     convolution=True,
     output_fields={"has_own_lm_head": True},
     draft_vocabulary=False,

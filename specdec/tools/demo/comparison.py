@@ -1,18 +1,22 @@
-"""Part 3 of the demo: questions that are decoded plainly and in three ways with drafts, in turn."""
+"""Parts 1 and 3 of the demo: an answer, and questions, that are decoded plainly and with drafts."""
 
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import rich.table
 
 from specdec.core import progress
+from specdec.core.generation import Generation
 from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
 from specdec.heads.base import Drafter
 from specdec.loading import OpenTarget
 from specdec.measuring import report
-from specdec.measuring.measure import MeasureSettings, Method, PromptResult, measure
+from specdec.measuring.measure import MeasureSettings, Method, PromptResult, compute_top2_gap, measure
 from specdec.measuring.page import format_figure
+from specdec.measuring.streamed_answer import print_answer, print_comparison, print_rate
 from specdec.options import decoding, proposers
 from specdec.proposers.base import Proposer
 from specdec.text.conversations import Prompt
@@ -25,6 +29,26 @@ def make_auto(opened: OpenTarget, head: str) -> Proposer:
     proposer = proposers.make_proposer(config, opened.target)
     decoding.show_measuring(proposer)
     return proposer
+
+
+def show_head(
+    opened: OpenTarget, head: str, prompt: list[int], max_new_tokens: int, console: progress.Results
+) -> dict[str, Any]:
+    """Streams an answer plainly and with `auto`, and says how they compare. head: checkpoint. Returns no results."""
+    sampling, runner = Sampling(temperature=0), DRAFTING.runner()
+    settings: dict[str, Any] = {"sampling": sampling, "stop": opened.stop, "runner": runner}
+    plain = Decoder(opened.target, None, **settings)
+    drafted = DRAFTING.decoder(opened.target, make_auto(opened, head), **settings)
+    answers: list[Generation] = []
+    for name, decoder in (("plain decoding", plain), ("with drafts, accepted ones in green", drafted)):
+        decoder.generate([prompt], 4)  # a warm-up
+        console.say(f"{name}:")
+        answers.append(print_answer(opened, decoder, prompt, max_new_tokens, console, seed=0, constraints=None))
+    plain_answer, drafted_answer = answers
+    gap = compute_top2_gap(opened.target, prompt, drafted_answer.tokens[0], plain_answer.tokens[0], sampling)
+    print_rate(drafted_answer, console, title=proposers.AUTO, temperature=sampling.temperature)
+    print_comparison(drafted_answer, plain_answer, sampling, gap, console)
+    return {}
 
 
 def compare_ways(

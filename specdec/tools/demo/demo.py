@@ -14,6 +14,7 @@ from specdec import checkpoint, loading
 from specdec.core import files, progress
 from specdec.core.lock import hold_lock
 from specdec.core.option_types import FREE, Duration, Options, Text
+from specdec.core.progress import format_duration
 from specdec.core.resumable import check_settings
 from specdec.core.wording import format_count
 from specdec.heads.base import Drafter
@@ -25,7 +26,6 @@ from specdec.options.target import TargetOptions
 from specdec.text import conversations, reading
 from specdec.tools.adapt.adapt import find_head_option
 from specdec.tools.demo import comparison, training
-from specdec.tools.demo.answer import show_head
 from specdec.tools.demo.budget import (
     COMPARED_TOKENS,
     JUDGING_SHARE,
@@ -100,11 +100,6 @@ class DemoRecord:
         files.write_text(self.path, json.dumps(self.document, indent=1) + "\n")
 
 
-def format_clock(seconds: float) -> str:
-    """Minutes and seconds, such as 4:05."""
-    return f"{int(seconds + 0.5) // 60}:{int(seconds + 0.5) % 60:02}"
-
-
 class Demo:
     """The parts on this machine, with target and head loaded."""
 
@@ -164,11 +159,11 @@ class Demo:
         total = 0.0
         for number, (title, seconds) in enumerate(zip(titles, plan.seconds), start=1):
             is_finished = str(number) in finished
-            console.say(f"  {number}  {title}: {'done before' if is_finished else f'about {format_clock(seconds)}'}")
+            state = "done before" if is_finished else f"about {format_duration(seconds)}"
+            console.say(f"  {number}  {title}: {state}")
             total += 0.0 if is_finished else seconds
         console.say(
-            f"In all about {format_clock(total)} (minutes:seconds). After Ctrl-C the same command goes on; fresh=true "
-            "begins anew."
+            f"In all about {format_duration(total)}. After Ctrl-C the same command goes on; fresh=true begins anew."
         )
         for number, (action, title) in enumerate(zip(PARTS, titles), start=1):
             if str(number) not in finished:
@@ -181,14 +176,14 @@ class Demo:
         result = action(self, expected * OVERRUN)
         seconds = time.perf_counter() - start
         self.record.write(parts=self.record.finished_parts | {str(number): result | {"seconds": seconds}})
-        self.console.say(f"Part {number} took {format_clock(seconds)}, of {format_clock(expected)} expected.")
+        self.console.say(f"Part {number} took {format_duration(seconds)}, of {format_duration(expected)} expected.")
 
     def show_head(self, seconds: float) -> dict[str, Any]:
         """Part 1."""
         messages = [{"role": "user", "content": self.options.question}]
         row = {"id": "question=", "prompt": self.options.question, "messages": messages}
         prompt = conversations.encode_row(self.opened.tokenizer, row)
-        return show_head(self.opened, self.options.checkpoint, prompt, self.plan.shown_tokens, self.console)
+        return comparison.show_head(self.opened, self.options.checkpoint, prompt, self.plan.shown_tokens, self.console)
 
     def train_head(self, seconds: float) -> dict[str, Any]:
         """Part 2."""

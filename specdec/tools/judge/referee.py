@@ -323,11 +323,9 @@ def summarise_speed(batches: Sequence[ServedBatch], seed: int) -> dict[str, Any]
     rates = [answer.rate for answer in answers if not math.isnan(answer.rate)]
     return {
         "tokens_per_second_of_a_user": statistics.median(rates) if rates else None,
-        "tokens_per_second_of_a_user_ci": find_interval(rates, statistics.median, seed),
         "tokens_per_second": find_rate(batches),
         "tokens_per_second_ci": find_interval(batches, find_rate, seed, MIN_BATCHES),
         "first_token_seconds": statistics.median(answer.first for answer in answers),
-        "first_token_seconds_longest": max(answer.first for answer in answers),
         "busy": max(batch.busy for batch in batches),
     }
 

@@ -42,7 +42,6 @@ COUNTER_HINTS = {
     LLAMA_CPP: "start it with --metrics",
 }
 PATIENCE_RATIO = 3  # an unreachable server ends the command after this many times `timeout=`
-ROW_FORMAT = 2  # version of rows.jsonl; since 2 the server's counts stand under `server_counts`
 COUNTER_DELAY = 2.0  # seconds for which the counters of a server are awaited after its answers
 REFUSED_STATUSES = (400, 413, 422)  # statuses of single requests that do not fit, such as a turn that is too long
 FREE = ("batch", "loads", "predicted", "timeout", "checkpoint")  # options that change no answer
@@ -270,7 +269,6 @@ def try_server(
         "prompts": f"{question_set.source} {digest_bytes(repr(first).encode())}",
         "decode": asdict(options.decode.make_sampling()),
         "target": f"{server.model} of {server.kind}",
-        "row_format": ROW_FORMAT,
         "baseline": plain and (options.baseline or PLAIN_FIELDS[server.kind]),
     }
     return TriedServer(server, plain, requests, first, longest, notes, settings)

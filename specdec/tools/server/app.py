@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
-from specdec.core.answer_text import StopStrings, TextDecoder, TextStream
+from specdec.core.answer_text import StoppedText, StopStrings, TextDecoder, TextStream
 from specdec.core.constraint import Constraint
 from specdec.core.generation import Ends, count_rounds_reaching
 from specdec.core.wording import format_count
@@ -25,7 +25,6 @@ from specdec.tools.grammar.grammar import Grammar
 from specdec.tools.server.engine import End, Engine, Event, Job, ServedRound
 from specdec.tools.server.protocol import ChatRequest, CompletionRequest, RequestError, RequestSettings, parse_request
 from specdec.tools.server.record import Exchange, Recorder
-from specdec.tools.server.text import StoppedText
 
 MAX_BODY = 1 << 22  # bytes of a request: above the text of any prompt that a target can read
 NO_RETRY = {"x-should-retry": "false"}  # header for OpenAI's clients, which otherwise ask again after such an error

@@ -113,7 +113,6 @@ class Recorder:
             **content,
             "tokens": exchange.tokens,
             "prompt_tokens": num,
-            "ids": "given",
             **dataclasses.asdict(exchange.sampling),
             "seed": None,
             "rounds": len(exchange.accepted),

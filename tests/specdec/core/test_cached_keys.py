@@ -73,9 +73,11 @@ def test_the_proof_of_the_path_runs_here():
 
 
 def must_mask(target) -> bool:
-    """True for targets that cannot read keys to their length: several shapes of K and V, widths without a kernel."""
+    """True for targets that cannot read keys to their length: several shapes of K and V, widths without a kernel,
+    or attention of their own."""
     shapes = {(shape.num_heads, shape.width) for shape in target._shapes if shape}
-    return target.recurrent or target.layer_kinds.chunk or len(shapes) > 1 or any(width % 8 for _, width in shapes)
+    unlike = target.recurrent or target.layer_kinds.chunk or target.adds_masks or target.penalises_distance
+    return unlike or len(shapes) > 1 or any(width % 8 for _, width in shapes)
 
 
 def list_addresses(caches) -> list[list[int]]:
@@ -127,7 +129,7 @@ def test_openings_of_families_against_a_mask(family):
         opens = target.reads_openings
     if not opens:
         target.__dict__.pop("reads_openings", None)
-        assert str(family) in CANNOT or target.windowed or target.recurrent or target.layer_kinds.chunk
+        assert str(family) in CANNOT or target.windowed or must_mask(target)
         return
     results = [read_in_pieces(target, opens) for opens in (False, True)]
     target.__dict__.pop("reads_openings")

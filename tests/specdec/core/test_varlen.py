@@ -110,7 +110,7 @@ def test_targets_read_packs_in_one_call_as_text_by_text(family, recwarn):
     finally:
         target.__dict__.pop("reads_segments")
     num_warnings = sum("fast path varlen" in str(warning.message) for warning in recwarn)
-    must_read_groups = target.recurrent or bool(target.layer_kinds.chunk)
+    must_read_groups = target.adds_masks or target.penalises_distance or bool(target.layer_kinds.chunk)
     assert can != (must_read_groups or num_warnings == 1)
     real = batch.documents >= 0
     for name in ("features", "final"):

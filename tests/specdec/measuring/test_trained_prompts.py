@@ -1,12 +1,10 @@
 """Held-out prompts that were trained on: copies, what of a source is trained on, and the record in a run's folder."""
 
-import json
 from pathlib import Path
 
 import numpy
 import pytest
 
-from specdec.core import files
 from specdec.measuring import trained_prompts
 from specdec.text import reading
 from tests.support.commands import write_rows
@@ -93,16 +91,3 @@ def test_a_runs_folder_says_what_was_trained_on(tmp_path):
     (run / trained_prompts.FILE).write_bytes(b"damaged")
     with pytest.raises(ValueError, match="is missing, truncated or damaged"):
         trained_prompts.read_digests(run)
-
-
-def test_the_rows_of_a_run_of_an_earlier_version_are_read(tmp_path):
-    rows = [talk(USER, "Far."), talk(OTHER, "Round."), {"text": "Text"}]
-    write_rows(tmp_path / "train.jsonl", rows)
-    facts = {"data": {"train": [str(tmp_path / "train.jsonl"), "gone.jsonl"]}}
-    files.write_text(tmp_path / "about.json", json.dumps(facts))
-    assert numpy.array_equal(trained_prompts.read_digests(tmp_path), digest(*rows))
-    with (tmp_path / "train.jsonl").open("a") as file:
-        file.write('{"messages"')  # damaged: what comes before it counts
-    assert numpy.array_equal(trained_prompts.read_digests(tmp_path), digest(*rows))
-    files.write_text(tmp_path / "about.json", json.dumps({"data": {"train": "gone.jsonl"}}))
-    assert trained_prompts.read_digests(tmp_path) is None

@@ -3,6 +3,8 @@
 import itertools
 import operator
 import random
+from collections import Counter
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -33,15 +35,46 @@ STEEP = {num: float(num) for num in range(1, 10)}
 MIDDLE = {1: 1.0, 2: 1.15, 3: 1.3, 5: 1.6, 8: 2.5}
 
 
+@dataclass
+class Account:
+    """Sums over all rounds. tokens: emitted in all rows; head: rounds in which the head drafted; sizes: by nodes"""
+
+    rounds: int = 0
+    tokens: float = 0.0
+    head: int = 0
+    sizes: Counter[int] = field(default_factory=Counter)
+
+
+class AccountedAuto(AutoProposer):
+    """`auto` with an account of its rounds."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.account = Account()
+
+    def propose(self, sampling, generator):
+        tree = super().propose(sampling, generator)
+        self.account.rounds += 1
+        self.account.sizes[self.round.size] += 1
+        self.account.head += self.round.head
+        return tree
+
+    def commit(self, tokens, features, num, counts):
+        if self.round is not None:  # else the prompts
+            for row, count, left in zip(tokens.tolist(), counts, self.tokens_left):
+                self.account.tokens += len(self.ends.cut_tokens([], row[:count][:left])[0])
+        super().commit(tokens, features, num, counts)
+
+
 def suffix(target, num: int = 4) -> Suffix:
     return Suffix(target, num=num, factor=2.0, offset=4, least=0.1, memory=0)
 
 
-def auto(target, *, head="eagle", text=True, ratios=FREE, absorb=0.0, step=0.0, num=4, arguments=None) -> AutoProposer:
+def auto(target, *, head="eagle", text=True, ratios=FREE, absorb=0.0, step=0.0, num=4, arguments=None) -> AccountedAuto:
     members = [suffix(target, num)] if text else []
     if head:
         members.append(HeadProposer(make_drafter(target, head, False, arguments), chain_of(3)))
-    return AutoProposer(target, members=members, costs=make_costs(ratios, plain=1.0, absorb=absorb, step=step))
+    return AccountedAuto(target, members=members, costs=make_costs(ratios, plain=1.0, absorb=absorb, step=step))
 
 
 # Answers at temperature 0
@@ -228,7 +261,9 @@ def count_ones(tree: Tree) -> int:
     return num
 
 
-def run_rounds(monkeypatch, clock: Clock, member, costs: Costs, rounds: int, seconds) -> tuple[AutoProposer, list[int]]:
+def run_rounds(
+    monkeypatch, clock: Clock, member, costs: Costs, rounds: int, seconds
+) -> tuple[AccountedAuto, list[int]]:
     """Rounds in which token 1 always follows -> the proposer, and the size of each round.
 
     seconds: seconds of a round beside drafting, by its nodes and its number
@@ -236,7 +271,7 @@ def run_rounds(monkeypatch, clock: Clock, member, costs: Costs, rounds: int, sec
     monkeypatch.setattr(auto_module, "time", clock)
     share = SimpleNamespace(gather_values=lambda value: [value])
     target = SimpleNamespace(vocab_size=4, recurrent=False, device=torch.device("cpu"), share=share)
-    proposer = AutoProposer(target, members=[member], costs=costs)
+    proposer = AccountedAuto(target, members=[member], costs=costs)
     ones, nothing = torch.ones(1, 1, dtype=torch.long), torch.zeros(1, 1, 0)
     proposer.begin(ones, ones[0])
     proposer.commit(ones, nothing, ones[0], [1])
@@ -255,7 +290,7 @@ def run_rounds(monkeypatch, clock: Clock, member, costs: Costs, rounds: int, sec
 
 def decode_by_clock(
     monkeypatch, *, accuracy, seconds, costs=None, looking=0.0, extra_seconds=0.0, rounds=600
-) -> tuple[AutoProposer, Copies, float, list[int]]:
+) -> tuple[AccountedAuto, Copies, float, list[int]]:
     """Rounds with `Copies` -> proposer, copies, seconds of all rounds, and the size of each.
 
     seconds: seconds of a pass, by its nodes and the number of the round
@@ -367,4 +402,5 @@ def test_the_default_suffix_tree_has_the_settings_of_its_configuration(small_tar
     config = yaml.safe_load((ROOT / "conf" / "proposer" / "suffix.yaml").read_text())
     config.pop("_target_")
     default = make_default_suffix(small_target)
+    assert config.pop("datastore") is None and not default.initial_texts
     assert {name: getattr(default, name) for name in config} == config

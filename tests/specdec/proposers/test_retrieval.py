@@ -218,6 +218,6 @@ def test_a_datastore_appears_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(numpy, "save", full)
-    with pytest.raises(ValueError, match=r"could not be written .*No space left.*free some disk space"):
+    with pytest.raises(ValueError, match=r"could not be written .*No space left.*Free some disk space"):
         make(tmp_path / "d", [[1]])
     assert not list(tmp_path.iterdir())

@@ -186,7 +186,7 @@ def test_a_chat_is_recorded_with_the_ids_that_were_written(tiny, tmp_path):
         assert (row["rounds"], row["drafted"]) == (counts["rounds"], counts["drafted"])
         assert sum(row["accepted"]) == counts["accepted"] and len(row["accepted"]) == row["rounds"]
         assert (row["head"], row["target"], row["category"]) == ("run/step", tiny.name, "traffic")
-        assert (row["ids"], row["texts"], row["top_p"], row["repetition_penalty"]) == ("given", None, None, 1.0)
+        assert (row["texts"], row["top_p"], row["repetition_penalty"]) == (None, None, 1.0)
         assert row["target_fingerprint"] == tiny.fingerprint()
         encoded = conversations.encode(small_tokenizer(), row)
         assert encoded.tokens == row["tokens"] and sum(encoded.mask) == len(answer)

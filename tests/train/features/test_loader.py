@@ -19,25 +19,26 @@ from train.features.outputs import StoredFeatures
 pytestmark = pytest.mark.full
 
 
-def make_loader(packs, num_prefetched: int) -> Loader:
+def make_loader(packs) -> Loader:
     order = Order(len(packs), seed=3, batch=2, accumulation=2, group=0, num_groups=1)
-    return Loader(Material(packs, 64, None), order=order, device=torch.device("cpu"), num_prefetched=num_prefetched)
+    return Loader(Material(packs, 64, None), order=order, device=torch.device("cpu"), steps=6)
 
 
-def test_batches_read_ahead_are_those_of_the_step():
+@pytest.mark.parametrize("num_prefetched", [1, 3])
+def test_batches_read_ahead_are_those_of_the_step(monkeypatch, num_prefetched):
+    monkeypatch.setattr(Material, "count_prefetched", lambda *_: num_prefetched)
     packs = Packs(EncodedRows.from_rows(make_rows([20, 30, 40, 50, 12, 64, 33])), length=64)
-    slow, fast = make_loader(packs, 0), make_loader(packs, 3)
+    loader = make_loader(packs)
     for step in range(6):
-        for expected, micro in zip(slow.read_step(step), fast.read_step(step), strict=True):
-            assert (micro.pack_indices, micro.row_ids, micro.number) == (
-                expected.pack_indices,
-                expected.row_ids,
-                expected.number,
-            )
-            assert torch.equal(micro.batch.tokens, expected.batch.tokens)
-            assert torch.equal(fast.read_on_device(micro)[0].documents, slow.read_on_device(expected)[0].documents)
-        assert len(fast.host_futures) <= 3 and len(fast.device_futures) <= 3
-    fast.close()
+        for number, micro in enumerate(loader.read_step(step)):
+            indices = loader.order(step, number)
+            expected = loader.material.collate(indices)
+            assert micro.row_ids == [row.id for index in indices for row in packs[index]]
+            assert micro.number == 2 * step + number
+            assert torch.equal(micro.batch.tokens, expected.tokens)
+            assert torch.equal(loader.read_on_device(micro)[0].documents, expected.documents)
+        assert len(loader.host_futures) <= num_prefetched and len(loader.device_futures) <= num_prefetched
+    loader.close()
 
 
 def test_a_thread_that_fails_raises_in_the_training_loop():
@@ -45,7 +46,7 @@ def test_a_thread_that_fails_raises_in_the_training_loop():
         def __getitem__(self, index):
             raise OSError(5, "Input/output error")
 
-    loader = make_loader(Broken(EncodedRows.from_rows(make_rows([20, 30])), length=64), 1)
+    loader = make_loader(Broken(EncodedRows.from_rows(make_rows([20, 30])), length=64))
     with pytest.raises(ValueError, match=r"thread that reads data ahead.*OSError.*Input/output error"):
         loader.read_step(0)
     loader.close()
@@ -69,11 +70,11 @@ class SlowEngine:
         return future
 
 
-def make_engine_loader(target, engine, *, batch: int = 1, num_prefetched: int | None = None, steps: int = 16) -> Loader:
+def make_engine_loader(target, engine, *, batch: int = 1, steps: int = 16) -> Loader:
     packs = Packs(EncodedRows.from_rows(make_rows([40] * 40)), length=64)
     material = Material(packs, 64, StoredFeatures(target, (1,), folder=None, reader=engine))
     order = Order(len(packs), seed=3, batch=batch, accumulation=1, group=0, num_groups=1)
-    return Loader(material, order=order, device=torch.device("cpu"), num_prefetched=num_prefetched, steps=steps)
+    return Loader(material, order=order, device=torch.device("cpu"), steps=steps)
 
 
 def measure_waits(loader: Loader, *, step: float, steps: int = 16) -> list[float]:
@@ -88,16 +89,18 @@ def measure_waits(loader: Loader, *, step: float, steps: int = 16) -> list[float
     return waits
 
 
-def test_a_server_that_answers_late_but_fast_enough_starves_no_step(small_target):
+def test_a_server_that_answers_late_but_fast_enough_starves_no_step(small_target, monkeypatch):
     """A text takes three steps; in the time of a step, three texts come."""
     starved = {}
-    for num_prefetched in (1, None):
+    for num_prefetched in (1, MICRO_BATCHES_AHEAD):
         engine = SlowEngine(small_target, latency=0.18, gap=0.02)
-        loader = make_engine_loader(small_target, engine, num_prefetched=num_prefetched)
+        monkeypatch.setattr("train.features.loader.MICRO_BATCHES_AHEAD", num_prefetched)
+        loader = make_engine_loader(small_target, engine)
+        assert loader.num_prefetched == num_prefetched
         starved[num_prefetched] = statistics.median(measure_waits(loader, step=0.06)[4:])
         loader.close()
         assert engine.num_requests == 16  # none for steps that the run does not have
-    assert loader.num_prefetched == MICRO_BATCHES_AHEAD and starved[1] > 0.05 and starved[None] < 0.02
+    assert starved[1] > 0.05 and starved[MICRO_BATCHES_AHEAD] < 0.02
 
 
 def test_a_server_is_asked_for_no_more_tokens_than_the_bound(small_target, monkeypatch):

@@ -14,7 +14,7 @@ from specdec import checkpoint
 from specdec.core import fast, files
 from specdec.core.sampling import Sampling
 from specdec.decoding.drafting import Drafting
-from specdec.measuring import answers, served
+from specdec.measuring import answers
 from specdec.measuring import replay as written_replay
 from specdec.measuring.measure import MeasureSettings, PromptReplay
 from specdec.measuring.model_card import Provenance, choose_chain, write_expectations
@@ -279,28 +279,6 @@ def test_the_better_candidate_is_kept(make, small_target):
     for candidates in ({"plain": good, "average": bad}, {"plain": bad, "average": good}):
         kept, report = validation(candidates, step=1, trained=1.0, best=None, required=False)
         assert report.replayed_tau == max(taus) and candidates[report.ema["kept"]] is kept
-
-
-# What an engine would give
-
-
-def test_on_a_gpu_the_served_speedup_stands_beside_the_measured_one(make, drafter, monkeypatch):
-    """A pretended device with told times: plain 10 ms, five nodes 11 ms, a step 1 ms."""
-    known_costs, shapes = served.CapturedCosts(0.010, 0.011, 0.001, nodes=4, steps=3), []
-    measured = served.measure_captured
-    monkeypatch.setattr(served, "measure_captured", lambda _, proposer: shapes.append(proposer.shape) or known_costs)
-    for drafting in (CHAIN, Drafting(3, 2, 6)):
-        validation = make(drafter, drafting)
-        for required in (False, True):
-            report = validation.decode_best(drafter, judge(validation, drafter, required=required), trained=1e9)
-            assert report.served_speedup == pytest.approx(report.tau * 10 / 14)
-            assert report.served_ms == {"plain": 10.0, "verify": 11.0, "step": 1.0, "nodes": 4, "steps": 3}
-        assert shapes == [drafting.shape]  # once
-        shapes.clear()
-        assert Report.from_json(report.to_json()) == report
-    monkeypatch.setattr(served, "measure_captured", measured)
-    plain = judge(make(drafter, CHAIN), drafter)  # a CPU captures nothing
-    assert plain.decoded and plain.served_speedup is None and "served_speedup" not in plain.to_json()
 
 
 # Decoding with auto

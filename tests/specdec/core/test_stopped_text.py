@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from specdec.core.answer_text import TextDecoder, TextStream
-from specdec.tools.server.text import StoppedText
+from specdec.core.answer_text import StoppedText, TextDecoder, TextStream
 from tests.support.targets import byte_fallback_tokenizer, small_tokenizer
 
 
