@@ -6,9 +6,10 @@ configuration names, model.safetensors, then the index with its shards.
 
 import functools
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import safetensors
 from torch import Tensor
@@ -19,6 +20,8 @@ from specdec.core import hub, untrusted
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+LENGTH_BYTES = 8  # at the beginning of a safetensors file: the size of its header
+METADATA = "__metadata__"  # key of a header that is no tensor
 
 
 class NoSafetensors(ValueError):
@@ -155,6 +158,17 @@ class Shards:
             return None
         path = try_to_load_from_cache(self.name, file, revision=self.revision)
         return Path(path) if isinstance(path, str) else None
+
+
+def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The entries of a safetensors file's tensors by name, and the place of the first tensor's values in bytes.
+
+    file: a sound file, at its beginning
+    """
+    size = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    header = json.loads(file.read(size))
+    header.pop(METADATA, None)
+    return header, LENGTH_BYTES + size
 
 
 def fetch_file(name: str, file: str, *, revision: str | None = None) -> Path | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.core import hub
 from specdec.core.dequantise import find_form, write_like
 from specdec.core.files import CHECKSUMS
-from specdec.core.shards import INDEX, SINGLE, Shards, fetch_file
+from specdec.core.shards import INDEX, SINGLE, Shards, fetch_file, read_header
 from specdec.core.untrusted import read_json
 from specdec.export.family import Clause, EngineRules, ExportFamily
 from specdec.export.layout import Layout, Tensors
@@ -21,8 +21,6 @@ from specdec.heads.native_modules.files import MODELOPT_FILE, write_count
 from specdec.heads.native_modules.layouts import ENGINES, LAYOUTS, RUN_FAMILIES, find_layout
 from specdec.heads.native_modules.plain_layers import OLD_MODELOPT_FIELD, declare_plain
 from specdec.target.model import Target
-
-METADATA = "__metadata__"  # key of a header that is no tensor
 
 
 def make_stitched_layout(drafter: NativeMTP) -> Layout:
@@ -139,23 +137,20 @@ def _place_file(path: Path, out: Path, *, link: bool) -> None:
 def overwrite_tensors(path: Path, tensors: Tensors) -> None:
     """Replaces the values of these tensors in a safetensors file. They have the file's dtypes and shapes."""
     with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
+        header, start = read_header(file)
         for name, value in tensors.items():
             content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
             begin, end = header[name]["data_offsets"]
             assert len(content) == end - begin
-            file.seek(8 + size + begin)
+            file.seek(start + begin)
             file.write(content)
 
 
 def count_tensor_bytes(path: Path) -> int:
     """Bytes of the tensors of a safetensors file, by its header."""
     with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return sum(
-        end - begin for begin, end in (value["data_offsets"] for key, value in header.items() if key != METADATA)
-    )
+        header, _ = read_header(file)
+    return sum(end - begin for begin, end in (entry["data_offsets"] for entry in header.values()))
 
 
 def add_shard(files: dict[str, str], folder: Path, tensors: Tensors) -> None:

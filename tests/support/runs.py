@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 
 from specdec import checkpoint
+from tests.support.commands import ROOT, train_command
 from train.data.encoding import load_rows
 from train.data.packing import Packs
 from train.loop.trainer import Trainer
+from train.settings.hydra_text import make_search_path, quote_arguments
 
 
 def load_packs(train, encoding, *, length: int, packed: bool, **settings):
@@ -44,6 +47,15 @@ def train_overrides(folder: Path, run: str, *overrides: str) -> list[str]:
         "head.vocab_size=200",
         *overrides,
     ]
+
+
+def train_in_process(arguments: list[str]) -> int:
+    """Runs train.py in the test's process, without lines of progress. -> its exit status"""
+    arguments = [argument for argument in arguments if not argument.startswith("hydra.")]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("train", overrides=[*quote_arguments(arguments), "progress=quiet", make_search_path()])
+    Path(config.run).mkdir(parents=True, exist_ok=True)
+    return train_command().fit(config)
 
 
 def log_of(run: str) -> list[dict]:

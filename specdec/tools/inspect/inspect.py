@@ -24,14 +24,15 @@ from specdec.target.loading import load_config, load_tokenizer, open_shards
 from specdec.target.model import Target
 from specdec.target.quantised import name_quantisation
 from specdec.tools.inspect import sections
-from specdec.tools.inspect.model_files import ModelFiles, find_model_files
-from specdec.tools.inspect.sections import MODULE, Section
+from specdec.tools.inspect.model_files import StoredModel, find_model_files
+from specdec.tools.inspect.sections import MODULE, PageSection
 from specdec.tools.inspect.support import Support, examine_config, find_misfit, is_tested
 
 NO_TARGET_STATUS = 2  # exit status for a model that cannot be a target as it is; 1 is that of a wrong command
 FORMAT_VERSION = 1  # of the JSON document
 
 MemoryCounter = Callable[[Target], dict[str, str]]  # memory of training by head, in words
+Page = list[PageSection]
 
 
 class InspectOptions(Options):
@@ -63,7 +64,7 @@ class Subject:
     name: str
     config: PreTrainedConfig
     support: Support
-    files: ModelFiles | None
+    files: StoredModel | None
     shards: Shards | None
     tokenizer: PreTrainedTokenizerBase | None
     tried: str | None
@@ -104,7 +105,7 @@ def has_files(name: str) -> bool:
     return Path(name).exists() or (hub.is_hub_name(name) and fetch_file(name, "config.json") is not None)
 
 
-def examine_model(name: str, options: InspectOptions, count_memory: MemoryCounter) -> tuple[bool | None, list[Section]]:
+def examine_model(name: str, options: InspectOptions, count_memory: MemoryCounter) -> tuple[bool | None, Page]:
     """Whether a model can be a target (None: only a load can tell), and all sections on it."""
     document = find_outline(name)
     if document and not hub.is_folder(name) and not hub.is_hub_reachable():
@@ -119,7 +120,7 @@ def examine_model(name: str, options: InspectOptions, count_memory: MemoryCounte
     return subject.is_target, list_sections(subject, options, count_memory)
 
 
-def examine_files(files: ModelFiles, options: InspectOptions, document: dict[str, Any]) -> Subject:
+def examine_files(files: StoredModel, options: InspectOptions, document: dict[str, Any]) -> Subject:
     """A model of transformers, with problems that only its configuration and its tokenizer show.
 
     document: the document of conf/target; {}: none
@@ -141,7 +142,7 @@ def describe_outline(name: str, document: dict[str, Any]) -> Subject:
     return Subject(name, config, support, None, None, None, document["tried"], document["template_options"])
 
 
-def open_files(files: ModelFiles, config: PreTrainedConfig, support: Support) -> Shards | None:
+def open_files(files: StoredModel, config: PreTrainedConfig, support: Support) -> Shards | None:
     """The opened weights; None, with a problem of the files, where they are not as the configuration says."""
     try:
         shards = open_shards(files.name, config)
@@ -164,7 +165,7 @@ def find_outline(name: str) -> dict[str, Any]:
     return {}
 
 
-def list_sections(subject: Subject, options: InspectOptions, count_memory: MemoryCounter) -> list[Section]:
+def list_sections(subject: Subject, options: InspectOptions, count_memory: MemoryCounter) -> Page:
     """All sections on a model of transformers."""
     outline = subject.support.outline
     page = [
@@ -188,7 +189,7 @@ def list_sections(subject: Subject, options: InspectOptions, count_memory: Memor
     return page
 
 
-def list_file_sections(subject: Subject, files: ModelFiles, options: InspectOptions) -> list[Section]:
+def list_file_sections(subject: Subject, files: StoredModel, options: InspectOptions) -> Page:
     """The sections that need more of a model than its configuration."""
     page = [sections.describe_quantisation(subject.config, subject.shards)]
     if subject.tokenizer is not None:
@@ -200,7 +201,7 @@ def list_file_sections(subject: Subject, files: ModelFiles, options: InspectOpti
     return page
 
 
-def read_tokenizer(files: ModelFiles, options: InspectOptions) -> PreTrainedTokenizerBase | None:
+def read_tokenizer(files: StoredModel, options: InspectOptions) -> PreTrainedTokenizerBase | None:
     """The model's tokenizer; None, with a problem of the files, where it cannot be read."""
     try:
         return load_tokenizer(files.name, trust_remote_code=options.target.trust_remote_code)
@@ -222,8 +223,8 @@ def run_target(options: InspectOptions) -> dict[str, Any]:
     return {"run": f"loaded in {seconds} as {dtype} on {target.device}: logits equal those of its own forward pass"}
 
 
-def describe_module(name: str, options: InspectOptions) -> Section:
+def describe_module(name: str, options: InspectOptions) -> PageSection:
     """The state of the model's own MTP module, and the remedy for each finding."""
     diagnosis = diagnose_module(name, base=options.base)
     first, *others = diagnosis.lines()
-    return Section(MODULE, diagnosis.to_json(), [first.removeprefix(f"MTP module of {name}: "), *others])
+    return PageSection(MODULE, diagnosis.to_json(), [first.removeprefix(f"MTP module of {name}: "), *others])

@@ -9,12 +9,11 @@ from huggingface_hub import HfApi
 
 from specdec.core import hub, untrusted
 from specdec.core.devices import name_cause
-from specdec.core.shards import INDEX, SINGLE, fetch_file, is_cached
+from specdec.core.shards import INDEX, LENGTH_BYTES, METADATA, SINGLE, fetch_file, is_cached
 from specdec.core.wording import format_count
 from specdec.options import config_files
 
 LFS_POINTER = b"version https://git-lfs"  # beginning of a file in place of which Git LFS has the weights
-HEADER_LENGTH_BYTES = 8  # of a safetensors file: the size of its header
 MAX_NAMED = 3  # tensors or files that a sentence names
 
 
@@ -28,7 +27,7 @@ class StoredTensor:
 
 
 @dataclass
-class ModelFiles:
+class StoredModel:
     """What stands at a model's name.
 
     problems: sentences on files that are missing or damaged; num_bytes: of all weights; None: not known
@@ -53,7 +52,7 @@ class ModelFiles:
         return counts
 
 
-def find_model_files(name: str, revision: str | None = None) -> ModelFiles:
+def find_model_files(name: str, revision: str | None = None) -> StoredModel:
     """The files of a model. Raises ValueError for a name at which there is nothing that can be inspected."""
     path = Path(name)
     if path.suffix == ".gguf":
@@ -64,7 +63,7 @@ def find_model_files(name: str, revision: str | None = None) -> ModelFiles:
         raise ValueError(f"{name} is no folder: give the folder of a model, its Hub name, or a GGUF file.")
     adapter = path / "adapter_config.json"
     if adapter.exists() and not (path / "config.json").exists():
-        return ModelFiles(name, "adapter", fields=untrusted.read_json(adapter))
+        return StoredModel(name, "adapter", fields=untrusted.read_json(adapter))
     if not (path / "config.json").exists():
         quantised = sorted(path.glob("*.gguf"))
         advice = f"give one of its GGUF files ({quantised[0]})" if quantised else "take a complete copy of the model"
@@ -72,9 +71,9 @@ def find_model_files(name: str, revision: str | None = None) -> ModelFiles:
     return _find_folder_files(path)
 
 
-def _find_folder_files(folder: Path) -> ModelFiles:
+def _find_folder_files(folder: Path) -> StoredModel:
     """The safetensors of a folder, by their headers alone."""
-    files = ModelFiles(str(folder), "folder", num_bytes=0)
+    files = StoredModel(str(folder), "folder", num_bytes=0)
     if (folder / SINGLE).exists():
         _read_header(folder, SINGLE, files)
         return files
@@ -98,7 +97,7 @@ def _find_folder_files(folder: Path) -> ModelFiles:
     return files
 
 
-def _read_places(folder: Path, files: ModelFiles) -> dict[str, str]:
+def _read_places(folder: Path, files: StoredModel) -> dict[str, str]:
     """The file of each tensor by the index; {} without one. A problem is noted where there are no weights at all."""
     index = folder / INDEX
     if index.exists():
@@ -115,13 +114,13 @@ def _read_places(folder: Path, files: ModelFiles) -> dict[str, str]:
     return {}
 
 
-def _read_header(folder: Path, name: str, files: ModelFiles) -> None:
+def _read_header(folder: Path, name: str, files: StoredModel) -> None:
     """Adds the tensors of a safetensors file, or the problem that its header or its size shows."""
     path, size = folder / name, (folder / name).stat().st_size
     files.num_bytes = (files.num_bytes or 0) + size
     with path.open("rb") as file:
-        beginning = file.read(HEADER_LENGTH_BYTES)
-        if beginning == LFS_POINTER[:HEADER_LENGTH_BYTES]:
+        beginning = file.read(LENGTH_BYTES)
+        if beginning == LFS_POINTER[:LENGTH_BYTES]:
             files.problems.append(f"{path} is a pointer of Git LFS, not the weights: run git lfs pull in {folder}.")
             return
         length = int.from_bytes(beginning, "little")
@@ -134,7 +133,7 @@ def _read_header(folder: Path, name: str, files: ModelFiles) -> None:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         files.problems.append(f"{path} is damaged ({name_cause(error)}): fetch it again.")
         return
-    beginning_of_tensors = HEADER_LENGTH_BYTES + length
+    beginning_of_tensors = LENGTH_BYTES + length
     cut = [key for key, end in ends.items() if beginning_of_tensors + end > size]
     if cut:
         files.problems.append(
@@ -143,9 +142,9 @@ def _read_header(folder: Path, name: str, files: ModelFiles) -> None:
         )
 
 
-def _add_tensors(files: ModelFiles, name: str, header: dict[str, Any]) -> dict[str, int]:
+def _add_tensors(files: StoredModel, name: str, header: dict[str, Any]) -> dict[str, int]:
     """Adds the tensors of a header, and returns the place behind the last byte of each. name: the file's"""
-    entries = {key: value for key, value in header.items() if key != "__metadata__"}
+    entries = {key: value for key, value in header.items() if key != METADATA}
     ends = {key: int(value["data_offsets"][1]) for key, value in entries.items()}
     files.tensors |= {
         key: StoredTensor(name, str(value["dtype"]), tuple(value["shape"])) for key, value in entries.items()
@@ -153,7 +152,7 @@ def _add_tensors(files: ModelFiles, name: str, header: dict[str, Any]) -> dict[s
     return ends
 
 
-def _find_hub_files(name: str, revision: str | None) -> ModelFiles:
+def _find_hub_files(name: str, revision: str | None) -> StoredModel:
     """The tensors of a model on the Hub: from the cache if they are here, else from headers that the Hub sends."""
     config = fetch_file(name, "config.json", revision=revision)
     if config is None:
@@ -168,12 +167,12 @@ def _find_hub_files(name: str, revision: str | None) -> ModelFiles:
             )
         if adapter is None:
             raise ValueError(f"{name} on the Hugging Face Hub has no config.json: it is no model of transformers.")
-        return ModelFiles(name, "adapter", fields=untrusted.read_json(adapter))
+        return StoredModel(name, "adapter", fields=untrusted.read_json(adapter))
     if is_cached(name) or not hub.is_hub_reachable():
         files = _find_folder_files(config.parent)
         files.name, files.kind = name, "Hub"
         return files
-    files = ModelFiles(name, "Hub", remote=True)
+    files = StoredModel(name, "Hub", remote=True)
     try:
         metadata = HfApi().get_safetensors_metadata(name, revision=revision)
     except Exception as error:  # of the Hub's library and of the HTTP library
@@ -187,7 +186,7 @@ def _find_hub_files(name: str, revision: str | None) -> ModelFiles:
     return files
 
 
-def _read_gguf(path: Path) -> ModelFiles:
+def _read_gguf(path: Path) -> StoredModel:
     """The fields of a GGUF file. Raises ValueError for a missing or damaged file."""
     if not path.is_file():
         raise ValueError(f"There is no file {path}: give the path of a GGUF file, a folder, or a Hub name.")
@@ -200,7 +199,7 @@ def _read_gguf(path: Path) -> ModelFiles:
     except Exception as error:  # a damaged file raises errors of many kinds
         raise ValueError(f"{path} is no GGUF file, or is damaged ({name_cause(error)}): fetch it again.") from error
     fields = {key: reader.fields[key].contents() for key in reader.fields if not key.startswith("tokenizer.ggml")}
-    files = ModelFiles(str(path), "GGUF", num_bytes=path.stat().st_size, fields=fields)
+    files = StoredModel(str(path), "GGUF", num_bytes=path.stat().st_size, fields=fields)
     for tensor in reader.tensors:
         shape = tuple(int(size) for size in reversed(tensor.shape))
         files.tensors[tensor.name] = StoredTensor(path.name, tensor.tensor_type.name, shape)

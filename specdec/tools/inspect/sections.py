@@ -21,7 +21,7 @@ from specdec.target.quantised import describe_reading, find_obstacle, name_quant
 from specdec.text.chat_template import find_form
 from specdec.text.messages import write_value
 from specdec.text.template_options import find_template_error, has_markers, list_options, takes_tools
-from specdec.tools.inspect.model_files import MAX_NAMED, ModelFiles
+from specdec.tools.inspect.model_files import MAX_NAMED, StoredModel
 from specdec.tools.inspect.support import (
     FORMATS,
     HEADS,
@@ -45,7 +45,7 @@ CELLS = {"yes": "yes", UNKNOWN: "?"}  # cells of the table of heads; all else: n
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A part of the page. facts: its content in the JSON document
 
     lines: its content on the terminal, broken at its width; table: lines before them that are not broken
@@ -62,7 +62,7 @@ def format_size(num: int) -> str:
     return f"{num / 1e9:.2f} B" if num >= 1e9 else f"{num / 1e6:.1f} M"
 
 
-def print_page(page: Sequence[Section], console: progress.Results) -> None:
+def print_page(page: Sequence[PageSection], console: progress.Results) -> None:
     """Prints sections, with their names on the left and their lines beside them."""
     margin = 2 + max(len(section.name) for section in page)
     for section in page:
@@ -81,20 +81,20 @@ def wrap_line(heading: str, line: str, width: int) -> str:
     return wrapper.fill(line)
 
 
-def describe_files(files: ModelFiles | None) -> Section:
+def describe_files(files: StoredModel | None) -> PageSection:
     """Where the model is, how large its files are, and what is missing or damaged. files: None: only an outline"""
     if files is None:
         lines = ["the Hub cannot be reached: figures follow from its outline in conf/target"]
-        return Section("files", {"kind": "outline"}, lines)
+        return PageSection("files", {"kind": "outline"}, lines)
     size = "of unknown size" if files.num_bytes is None else f"{files.num_bytes / GB:,.2f} GB"
     place = "on the Hub, not here: headers alone were read" if files.remote else "here"
     dtypes = ", ".join(f"{num} {dtype}" for dtype, num in files.dtypes.items())
     lines = [f"{files.kind}, {format_count(len(files.tensors), 'tensor')} ({dtypes}), {size}, {place}"]
     facts = {"kind": files.kind, "bytes": files.num_bytes, "dtypes": files.dtypes, "remote": files.remote}
-    return Section("files", {**facts, "problems": files.problems}, [*lines, *files.problems])
+    return PageSection("files", {**facts, "problems": files.problems}, [*lines, *files.problems])
 
 
-def describe_model(config: PreTrainedConfig, support: Support) -> Section:
+def describe_model(config: PreTrainedConfig, support: Support) -> PageSection:
     """The family, and the sizes of the text part."""
     text_config = config.get_text_config(decoder=True)
     facts: dict[str, Any] = {
@@ -116,12 +116,12 @@ def describe_model(config: PreTrainedConfig, support: Support) -> Section:
             chosen = f"{size.experts[1]} of {size.experts[0]} experts"
             active = f", {format_size(size.active_parameters)} of them for a token ({chosen})"
         lines.append(f"{format_size(size.parameters)} parameters in the text part{active}")
-    return Section("model", facts, lines)
+    return PageSection("model", facts, lines)
 
 
 def describe_target(
     config: PreTrainedConfig, support: Support, tried: str | None, *, is_target: bool | None
-) -> Section:
+) -> PageSection:
     """Whether the model can be a target, and what that rests on.
 
     tried: file of results of this project with the model; is_target: None: only a load can tell
@@ -138,15 +138,15 @@ def describe_target(
     if support.run:
         lines.append(support.run)
     facts = {"verdict": verdict, "reason": reason, "family_is_tested": tested, "tried": tried, "run": support.run}
-    return Section("target", facts, lines)
+    return PageSection("target", facts, lines)
 
 
-def refuse_model(reason: str) -> Section:
+def refuse_model(reason: str) -> PageSection:
     """The verdict on files that no configuration of a target can be read from."""
-    return Section("target", {"verdict": "no", "reason": reason}, [f"no. {reason}"])
+    return PageSection("target", {"verdict": "no", "reason": reason}, [f"no. {reason}"])
 
 
-def describe_layers(target: Target) -> Section:
+def describe_layers(target: Target) -> PageSection:
     """The kinds of layers, and what follows from them for drafts and for training texts."""
     kinds, reach = count_layers(target), target.layer_kinds.reach
     compiled = target.config.model_type in read_tested_families().compiled
@@ -161,12 +161,12 @@ def describe_layers(target: Target) -> Section:
     layers = ", ".join(f"{num} {kind.replace('_', ' ')}" for kind, num in kinds.items())
     window = f"; the shortest window is {reach:,} positions, so drafts must be shorter" if reach else ""
     compiling = "compiled decoding" if compiled else "no compiled decoding"
-    return Section(
+    return PageSection(
         "layers", facts, [f"{layers}{window}", f"verifies {facts['verifies']}; trains in packs; {compiling}"]
     )
 
 
-def describe_heads(config: PreTrainedConfig, name: str) -> Section:
+def describe_heads(config: PreTrainedConfig, name: str) -> PageSection:
     """The heads that can draft for the model, and the engines that serve their exports."""
     heads = list_heads(make_vocabulary_twin(config, name))
     engines = list(FORMATS.values())
@@ -179,7 +179,7 @@ def describe_heads(config: PreTrainedConfig, name: str) -> Section:
     if any(UNKNOWN in head.engines.values() for head in heads):
         lines.append("?: the engine's source gives no hidden states of this family")
     facts = {head.head: {"trains": not head.refusal, "refusal": head.refusal, **head.engines} for head in heads}
-    return Section("heads", facts, lines, table)
+    return PageSection("heads", facts, lines, table)
 
 
 def list_target_refusals(heads: Sequence[HeadSupport]) -> list[str]:
@@ -201,7 +201,7 @@ def list_target_refusals(heads: Sequence[HeadSupport]) -> list[str]:
     ]
 
 
-def describe_next_steps(name: str, module_state: str | None, base: str | None) -> Section:
+def describe_next_steps(name: str, module_state: str | None, base: str | None) -> PageSection:
     """The commands with which an owner of the model goes on.
 
     module_state: state of its MTP module; None: not examined; base: the model that it comes from, if it is known
@@ -216,22 +216,22 @@ def describe_next_steps(name: str, module_state: str | None, base: str | None) -
     elif module_state not in (None, NO_MODULE, "never had"):
         models = f"checkpoint={shlex.quote(name)} source={shlex.quote(base or 'BASE')}"
         lines.append(f"specdec adapt {models} prompts=my_prompts.jsonl old= out=rescued")
-    return Section("next", {"commands": lines}, [], lines)
+    return PageSection("next", {"commands": lines}, [], lines)
 
 
-def advise_loading(name: str) -> Section:
+def advise_loading(name: str) -> PageSection:
     """The command that tells whether a model can be a target, where its configuration does not."""
     command = f"specdec inspect target.name={shlex.quote(name)} run=true"
-    return Section("next", {"commands": [command]}, [], [command])
+    return PageSection("next", {"commands": [command]}, [], [command])
 
 
-def describe_template(tokenizer: PreTrainedTokenizerBase) -> Section:
+def describe_template(tokenizer: PreTrainedTokenizerBase) -> PageSection:
     """The chat template: its options, its places for tools and thoughts, and its generation markers."""
     if not tokenizer.chat_template:
         advice = "a base model: prompts are plain text (docs/targets.md)"
-        return Section("template", {"chat_template": False}, [f"no chat template, {advice}"])
+        return PageSection("template", {"chat_template": False}, [f"no chat template, {advice}"])
     if error := find_template_error(tokenizer):
-        return Section(
+        return PageSection(
             "template", {"chat_template": True, "reason": error}, [f"the chat template cannot be parsed: {error}"]
         )
     template_options = list_options(tokenizer)
@@ -243,46 +243,46 @@ def describe_template(tokenizer: PreTrainedTokenizerBase) -> Section:
     words = [f"{name} {'yes' if is_there else 'no'}" for name, is_there in abilities.items()]
     lines = [", ".join(words), *(option.describe() for option in template_options)]
     facts = {"chat_template": True, **abilities, "options": [asdict(option) for option in template_options]}
-    return Section("template", facts, lines)
+    return PageSection("template", facts, lines)
 
 
-def describe_listed_options(template_options: dict[str, list]) -> Section:
+def describe_listed_options(template_options: dict[str, list]) -> PageSection:
     """The options of a chat template that is out of reach, as conf/target lists them."""
     lines = []
     for name, values in template_options.items():
         default, *others = map(write_value, values)
         lines.append(f"{name}: {', '.join([f'{default} (default)', *others])}")
-    return Section("template", {"options": template_options}, lines)
+    return PageSection("template", {"options": template_options}, lines)
 
 
-def describe_quantisation(config: PreTrainedConfig, shards: Shards | None) -> Section:
+def describe_quantisation(config: PreTrainedConfig, shards: Shards | None) -> PageSection:
     """The quantisation of the weights, and how they are read in this process. shards: None: not here, or damaged"""
     obstacle = find_obstacle(config)
     facts = {"method": name_quantisation(config), "obstacle": obstacle}
-    return Section("quantisation", facts, [describe_reading(config, shards)])
+    return PageSection("quantisation", facts, [describe_reading(config, shards)])
 
 
-def list_module_tensors(config: PreTrainedConfig, files: ModelFiles) -> Section:
+def list_module_tensors(config: PreTrainedConfig, files: StoredModel) -> PageSection:
     """The tensors of an MTP module on the Hub, by their names alone."""
     num_layers = config.get_text_config(decoder=True).num_hidden_layers
     names = [name for name in files.tensors if in_mtp_module(name, num_layers)]
     lines = [f"{format_count(len(names), 'tensor')} by name; their values are examined once the model is here"]
-    return Section(MODULE, {"tensors": names}, lines)
+    return PageSection(MODULE, {"tensors": names}, lines)
 
 
-def describe_memory(target: Target, machine: str, training: dict[str, str]) -> Section:
+def describe_memory(target: Target, machine: str, training: dict[str, str]) -> PageSection:
     """Memory of weights and cache. training: memory of training by head, in words"""
     size = measure_size(target)
     weights = size.parameters * target.dtype.itemsize
     facts = {"weights": weights, "cache_per_token": size.entry_bytes, "machine": machine, "training": training}
     cache = f"{size.entry_bytes / 1024:,.0f} KiB of cache for a token ({size.entry_bytes * 8192 / GB:.2f} GB for 8,192)"
     lines = [f"{weights / GB:,.2f} GB of weights in bfloat16; {cache}"]
-    return Section(
+    return PageSection(
         "memory", facts, [*lines, *(f"training {head} on {machine}: {text}" for head, text in training.items())]
     )
 
 
-def describe_adapter(files: ModelFiles) -> Section:
+def describe_adapter(files: StoredModel) -> PageSection:
     """An adapter's base, and what to do with it."""
     base, rank = files.fields.get("base_model_name_or_path"), files.fields.get("r")
     modules = files.fields.get("target_modules")
@@ -293,10 +293,10 @@ def describe_adapter(files: ModelFiles) -> Section:
         f"{facts['kind']} adapter of rank {rank} on {base} ({names})",
         f"no target by itself: {merge}, then inspect that; an MTP module comes from the base (source={base})",
     ]
-    return Section("adapter", facts, lines)
+    return PageSection("adapter", facts, lines)
 
 
-def describe_gguf(files: ModelFiles) -> Section:
+def describe_gguf(files: StoredModel) -> PageSection:
     """The fields of a GGUF file, and what can be done with it."""
     architecture = str(files.fields.get("general.architecture"))
     keys = ("block_count", "context_length", "embedding_length", "nextn_predict_layers")
@@ -310,4 +310,4 @@ def describe_gguf(files: ModelFiles) -> Section:
         "no target in this process, which reads safetensors: take the folder that the file was made from, and let "
         "llama.cpp's server write the answers (specdec answer engine=URL)",
     ]
-    return Section("GGUF", facts, lines)
+    return PageSection("GGUF", facts, lines)

@@ -78,7 +78,7 @@ def examine_shapes(config: PreTrainedConfig, name: str) -> Support:
         return Support(None, str(error), refused=True)
     except (ZeroDivisionError, AttributeError) as error:
         return Support(None, f"Its configuration cannot be used ({name_cause(error)}).", refused=True)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
+    except (RuntimeError, TypeError) as error:
         return Support(None, f"Its shapes follow from values ({name_cause(error)}).")
 
 
@@ -148,9 +148,9 @@ def find_misfit(target: Target, shards: Shards) -> str | None:
     ends = {id(value) for part in (target.embed, target.norm, target.lm_head) for value in part.parameters()}
     names = {name: value for name, value in list_text_parameters(target).items() if name not in tied}
     stored = {name: is_stored_as(shards, name, tuple(value.shape)) for name, value in names.items()}
-    stored_roles = {name_role(name) for name, is_stored in stored.items() if is_stored}
+    stored_roles = {drop_layer_number(name) for name, is_stored in stored.items() if is_stored}
     for name, value in names.items():
-        if not stored[name] and (id(value) in ends or name_role(name) in stored_roles):
+        if not stored[name] and (id(value) in ends or drop_layer_number(name) in stored_roles):
             return f"{shards.name} has no tensor {name} of shape {list(value.shape)}, as its config.json says it has."
     return None
 
@@ -169,7 +169,7 @@ def list_text_parameters(target: Target) -> dict[str, Tensor]:
     return {name: value for name, value in parameters if name.startswith(prefixes) or id(value) in head}
 
 
-def name_role(name: str) -> str:
+def drop_layer_number(name: str) -> str:
     """The name of a parameter without the number of its layer."""
     return re.sub(r"\.\d+\.", ".N.", name)
 

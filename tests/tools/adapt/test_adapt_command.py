@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from scripts import adapt as command
 from scripts import export
@@ -22,11 +21,10 @@ from specdec.measuring import trained_prompts
 from specdec.target.model import Target
 from specdec.text import token_text
 from specdec.tools.adapt import adapt
-from tests.support.commands import ROOT, start, train_command, write_rows
+from tests.support.commands import ROOT, start, write_rows
 from tests.support.drafters import load_head, make_drafter, save_eagle
-from tests.support.runs import same_weights
+from tests.support.runs import same_weights, train_in_process
 from tests.support.targets import save_target, small_tokenizer
-from train.settings.hydra_text import make_search_path, quote_arguments
 
 TINY = """
     target.dtype=float32 min_tokens=50 epochs=30 lr=3e-3 training.precision=fp32 training.threads=1 progress=quiet
@@ -79,14 +77,7 @@ def run_adapt(adapt_folder, tmp_path, monkeypatch, run_script, blank_charts):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("specdec.tools.adapt.judging.MAX_ANSWERS", 12)
 
-    def train(arguments: list[str]) -> int:
-        arguments = [argument for argument in arguments if not argument.startswith("hydra.")]
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            config = compose("train", overrides=[*quote_arguments(arguments), "progress=quiet", make_search_path()])
-        Path(config.run).mkdir(parents=True, exist_ok=True)
-        return train_command().fit(config)
-
-    monkeypatch.setattr(adapt, "run_train", train)
+    monkeypatch.setattr(adapt, "run_train", train_in_process)
     return lambda *changes: run_script(command, *list_options(adapt_folder, Path("adapted"), *changes))
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from scripts import adapt as command
 from specdec.core.untrusted import read_tensors
@@ -15,12 +14,12 @@ from specdec.target.model import Target
 from specdec.tools.adapt import adapt
 from specdec.tools.adapt.folder import AdaptationFolder
 from tests.support import quantised
-from tests.support.commands import ROOT, train_command, write_rows
+from tests.support.commands import write_rows
 from tests.support.hub import Repository
 from tests.support.native import list_shards, save_native
+from tests.support.runs import train_in_process
 from tests.support.saved_targets import edit, edit_tensors
 from tests.support.targets import small_tokenizer
-from train.settings.hydra_text import make_search_path, quote_arguments
 
 OPTIONS = """
     traffic=null prompts=prompts.jsonl old= out=rescued target.dtype=float32 min_tokens=50 epochs=40 lr=2e-2
@@ -68,14 +67,7 @@ def run_rescue(models, tmp_path, monkeypatch, run_script, blank_charts):
     for path in models.iterdir():
         (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
 
-    def train(arguments: list[str]) -> int:
-        arguments = [argument for argument in arguments if not argument.startswith("hydra.")]
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            config = compose("train", overrides=[*quote_arguments(arguments), "progress=quiet", make_search_path()])
-        Path(config.run).mkdir(parents=True, exist_ok=True)
-        return train_command().fit(config)
-
-    monkeypatch.setattr(adapt, "run_train", train)
+    monkeypatch.setattr(adapt, "run_train", train_in_process)
     return lambda model, *changes: run_script(command, f"checkpoint={model}", *OPTIONS, *changes)
 
 
