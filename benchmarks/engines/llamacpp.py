@@ -1,13 +1,12 @@
 """Greedy decoding in llama.cpp, plainly or with its own speculation, of the same weights as this project's target.
 
 Needs the xllamacpp wheel, here (`pip install xllamacpp`) or in the engines' environment (`make engines`), and a GGUF
-file of the target, which `convert_to_gguf` makes. The weights are then the target's own, bit for bit; the cache is
+file of the target, which specdec.engines.gguf makes. The weights are then the target's own, bit for bit; the cache is
 float16. It runs in a process of its own: with torch in one process both would share one OpenMP runtime, and be slow.
 The wheel is one build for all machines; a llama.cpp that is compiled for this machine can be faster.
 """
 
 import importlib.util
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.engines.child import Child
+from specdec.engines.front import llamacpp_server
+from specdec.engines.installed import find_python
 
-ENGINES = Path("engines")
 KINDS = {
     "simple": "DRAFT_SIMPLE",  # a draft model
     "eagle3": "DRAFT_EAGLE3",
@@ -32,15 +32,6 @@ LOOKUPS = {  # without a drafter, from the text itself
     "ngram-cache": "NGRAM_CACHE",
 }
 MAX_LOOKUP_DRAFTS = 64  # drafts in a round, of llama.cpp's defaults
-
-
-def find_python() -> str:
-    """A Python that has the wheel: this one, or else that of the engines. Raises ValueError if neither has it."""
-    if importlib.util.find_spec("xllamacpp") is not None:
-        return sys.executable
-    if (ENGINES / "ready").is_file():
-        return str(ENGINES / "bin" / "python")
-    raise ValueError("llama.cpp needs its wheel: pip install xllamacpp, or `make engines`.")
 
 
 @dataclass(frozen=True)
@@ -97,9 +88,10 @@ class LlamaCpp:
         options = {"gguf": gguf, "threads": torch.get_num_threads(), "context": context, "draft": draft, "cache": cache}
         options |= {"num": MAX_LOOKUP_DRAFTS if looks_up else num, "settings": settings or {}}
         options |= {"kind": (KINDS | LOOKUPS)[kind] if self.has_counts else None}
-        program = Path(__file__).resolve().with_name("llamacpp_server.py")
+        program, is_here = Path(llamacpp_server.__file__), importlib.util.find_spec("xllamacpp") is not None
+        python = find_python("llama.cpp", python=sys.executable if is_here else None)
         loads = " with ".join(filter(None, [gguf, draft]))
-        self.child = Child(program, options, python=find_python(), name="llama.cpp", loads=loads, environment={})
+        self.child = Child(program, options, python=python, name="llama.cpp", loads=loads, environment={})
 
     def generate(self, prompt: list[int], max_new_tokens: int, stop: set[int]) -> list[int]:
         """The answer's tokens, up to and including one of `stop`."""
@@ -116,20 +108,3 @@ class LlamaCpp:
 
     def close(self) -> None:
         self.child.close()
-
-
-def convert_to_gguf(model: str, out: str, *, target: str | None = None, outtype: str = "f32") -> None:
-    """Writes a folder of transformers' layout as a GGUF file, with the engines' converter; needs its tokenizer.
-
-    target: folder of the target, for a drafter of kind eagle3 or dflash; outtype: f32, f16, bf16, ...
-    Raises ValueError with the converter's last lines.
-    """
-    converter = ENGINES / "llama.cpp" / "convert_hf_to_gguf.py"
-    if not converter.is_file():
-        raise ValueError(f"There is no converter: {converter} does not exist. `make engines` sets it up (4 GB).")
-    command = [str(ENGINES / "bin" / "python"), str(converter), model, "--outfile", out, "--outtype", outtype]
-    command += ["--target-model-dir", target] if target else []
-    finished = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if finished.returncode:
-        last = " | ".join(finished.stdout.strip().splitlines()[-4:])
-        raise ValueError(f"llama.cpp's converter refuses {model}: {last}")

@@ -47,7 +47,7 @@ def read_folder(folder: Path, *, engines: Path = ENGINES) -> dict[str, Any]:
     return json.loads(process.stdout.splitlines()[-1])
 
 
-class _Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the modules of EMPTY that are not installed, with everything in them."""
 
     def find_spec(self, name, path=None, target=None):
@@ -68,7 +68,7 @@ def _prepare(wheel: str, scratch: str) -> None:
     import transformers.models.auto.processing_auto  # noqa: F401  # it asks for torchvision before that seems to be there
 
     sys.path.insert(0, wheel)
-    sys.meta_path.append(_Empty())
+    sys.meta_path.append(EmptyModules())
     from sglang.srt.distributed import parallel_state
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs

@@ -4,6 +4,7 @@ Needs `make engines`. vLLM runs in a process of its own, with the Python of that
 libraries than this project.
 """
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.engines.child import Child
+from specdec.engines.installed import find_python
 from specdec.export.mtp import TARGET_OVERRIDES
 
-PYTHON = "engines/bin/python"
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB; 1 unless the environment says otherwise
 MEMORY_SHARE = 0.2  # share of the memory that must be free at its start, as other engines may run beside it
 ENVIRONMENT = {
@@ -22,6 +23,11 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+
+
+LATENT_ATTENTION = "kv_lora_rank"  # field of the configuration of models that have it
+# Not compiled, vLLM 0.32 turns queries of latent attention by an operator that takes them for one head on a CPU
+LATENT_OPERATORS = {"custom_ops": ["all", "-rotary_embedding"]}
 
 
 @dataclass(frozen=True)
@@ -36,11 +42,6 @@ class VllmReply:
 
     answers: list[list[int]]
     rounds: list[list[tuple[list[int], int]]]
-
-
-def check_vllm(python: str) -> None:
-    if not Path(python).is_file():
-        raise ValueError(f"There is no vLLM: {python} does not exist. `make engines` sets it up (4 GB).")
 
 
 class Vllm:
@@ -62,9 +63,9 @@ class Vllm:
         dtype: str,
         max_model_len: int,
         eager: bool = True,
-        python: str = PYTHON,
+        python: str | None = None,
     ):
-        check_vllm(python)
+        python = find_python("vLLM", python=python)
         settings = speculative or {}
         self.num_drafts, self.max_model_len = settings.get("num_speculative_tokens", 0), max_model_len
         options: dict = {"model": target, "speculative_config": speculative, "dtype": dtype, "enforce_eager": eager}
@@ -72,6 +73,8 @@ class Vllm:
         options |= {
             "hf_overrides": TARGET_OVERRIDES if settings.get("method") == "mtp" and "model" in settings else None
         }
+        if eager and LATENT_ATTENTION in json.loads(Path(target, "config.json").read_text()):
+            options["compilation_config"] = LATENT_OPERATORS
         threads = {KV_SPACE: os.environ.get(KV_SPACE, "1"), "OMP_NUM_THREADS": str(torch.get_num_threads())}
         program = Path(__file__).resolve().with_name("vllm_server.py")
         loads = " with ".join(filter(None, [target, settings.get("model")]))

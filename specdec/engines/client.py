@@ -41,6 +41,7 @@ class BadAnswer(ValueError):
     """An answer that cannot be used. The same request may have a better one next time, after `pause` seconds."""
 
     pause = 0.0
+    status = 0  # where it is known
 
 
 class GivenUp(ValueError):
@@ -75,7 +76,7 @@ class EngineClient:
     ):
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
         self.urls = [_base_url(url) for url in urls.split(",")]
-        self.in_flight, self.patience, self.say = in_flight, patience, say
+        self.in_flight, self.patience, self.longest, self.say = in_flight, patience, longest, say
         key = os.environ.get("OPENAI_API_KEY")
         self.client = httpx.Client(
             **make_client_options(*self.urls),
@@ -94,6 +95,11 @@ class EngineClient:
         self.repeated = 0  # requests that were sent again
         self.guard = threading.Lock()
 
+    def select(self, url: str) -> "EngineClient":
+        """A client of one of these servers, with the same limits."""
+        limits: dict[str, Any] = {"in_flight": self.in_flight, "patience": self.patience, "longest": self.longest}
+        return EngineClient(url, say=self.say, **limits)
+
     def submit(self, path: str, body: dict, read: Callable[[dict], Result]) -> "Future[Result]":
         """Calls `post` in another thread."""
         return self.pool.submit(self.post, path, body, read)
@@ -103,7 +109,7 @@ class EngineClient:
 
         read: makes the result of the answer's JSON; raises BadAnswer for an answer that must be requested again
         """
-        return self._repeat(lambda url: read(self._send(url, path, body)))
+        return self._repeat(lambda url: read(self.post_once(url, path, body)))
 
     def stream(self, path: str, body: dict, read: Callable[[list[Event]], Result]) -> Result:
         """Calls `post` for an answer in server-sent events, each with the seconds since the request was sent."""
@@ -140,25 +146,26 @@ class EngineClient:
 
         Raises ValueError at once if a server does not answer.
         """
-        listings = []
-        for url in self.urls:
-            try:
-                answer = self.client.get(f"{url}/v1/models")
-                if answer.status_code == 401:
-                    raise Refused(f"{url} does not know the key (401): set OPENAI_API_KEY.")
-                answer.raise_for_status()
-                models = answer.json()["data"]
-                if not models or not all(isinstance(model, dict) and "id" in model for model in models):
-                    raise ValueError("it names no models")
-                listings.append(models)
-            except Refused:
-                raise
-            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"No server with OpenAI's interface answers at {url}{describe_proxy(url)} "
-                    f"({_describe_error(error)}). {START}"
-                ) from None
-        return listings
+        return list(map(self.describe_server, self.urls))
+
+    def describe_server(self, url: str) -> list[dict]:
+        """The entries of one server, as `describe_models` gives them."""
+        try:
+            answer = self.client.get(f"{url}/v1/models")
+            if answer.status_code == 401:
+                raise Refused(f"{url} does not know the key (401): set OPENAI_API_KEY.")
+            answer.raise_for_status()
+            models = answer.json()["data"]
+            if not models or not all(isinstance(model, dict) and "id" in model for model in models):
+                raise ValueError("it names no models")
+        except Refused:
+            raise
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"No server with OpenAI's interface answers at {url}{describe_proxy(url)} "
+                f"({_describe_error(error)}). {START}"
+            ) from None
+        return models
 
     def close(self) -> None:
         """Ends all requests, also those that wait for an answer."""
@@ -174,8 +181,9 @@ class EngineClient:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self.sockets.add(details["return_value"].get_extra_info("socket"))
 
-    def _send(self, url: str, path: str, body: dict) -> dict:
-        answer = self.client.post(f"{url}/{path}", json=body)
+    def post_once(self, url: str, path: str, body: dict, **headers: str) -> dict:
+        """The JSON of one POST to one of the servers. Raises BadAnswer, Refused, httpx.TransportError."""
+        answer = self.client.post(f"{url}/{path}", json=body, headers=headers)
         _check_status(answer, f"{url}/{path}{describe_proxy(url)}")
         try:
             document = answer.json()
@@ -221,15 +229,18 @@ class EngineClient:
 
 def _base_url(url: str) -> str:
     base = url.strip().rstrip("/").removesuffix("/v1")
-    if not base.startswith(("http://", "https://")):
-        raise ValueError(f"{url!r} is not the URL of a server. {START}")
-    return base
+    with contextlib.suppress(httpx.InvalidURL):  # such as a port that is no number
+        address = httpx.URL(base)
+        if base.startswith(("http://", "https://")) and address.host and (address.port or 0) < 2**16:
+            return base
+    raise ValueError(f"{url!r} is not the URL of a server. {START}")
 
 
 def _check_status(answer: httpx.Response, address: str) -> None:
     """Raises BadAnswer or Refused for a status that is no answer."""
     if answer.status_code in (408, 429) or answer.status_code >= 500:
         error = BadAnswer(f"status {answer.status_code}, {_read_message(answer)}")
+        error.status = answer.status_code
         with contextlib.suppress(ValueError):  # it may also be a date
             error.pause = min(LONGEST_WAIT, float(answer.headers.get("retry-after", 0)))
         raise error
@@ -306,6 +317,13 @@ def is_local(url: str) -> bool:
     except ValueError:
         return False
     return address.is_loopback or address.is_unspecified
+
+
+def find_address(url: str) -> tuple[str | None, int, str]:
+    """Host, port and path of a server's URL, the same for all loopback names. Raises ValueError for no URL."""
+    address = urllib.parse.urlsplit(_base_url(url))
+    host = "localhost" if is_local(_base_url(url)) else address.hostname
+    return host, address.port or (443 if address.scheme == "https" else 80), address.path
 
 
 def make_client_options(*urls: str) -> dict[str, Any]:

@@ -5,6 +5,8 @@ deleted here after it was read. vLLM numbers hidden states as `Target` does, but
 final norm. The norm is applied when a step takes the states.
 """
 
+import contextlib
+import functools
 import json
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
@@ -17,12 +19,12 @@ from torch.nn.utils.rnn import pad_sequence
 from specdec.core.sampling import Sampling
 from specdec.engines.client import LLAMA_CPP, BadAnswer, EngineClient, find_fingerprint
 from specdec.engines.hidden_states import delete_file, discard_states, find_file, load_file
+from specdec.engines.start_check import ReadText, make_reference
 from specdec.heads.base import Drafter
 from specdec.target.fingerprint import UNREAD, describe_difference
 from specdec.target.model import Target, TargetOutput
 
-# Standard deviations of the logits by which the engine's token may fall short of the best one here: it rounds otherwise
-MAX_SHORTFALL = 0.25
+SHORTEST_CONTEXT = 256  # tokens that every server reads
 RESTART = "Start it again with specdec launch_engine"
 
 
@@ -40,8 +42,12 @@ class EngineTarget:
         for url, (model, *_) in zip(client.urls, client.describe_models()):
             self._check_weights(url, model)
         self.model = str(model["id"])
-        for _ in client.urls:  # they are asked in turn
-            self._check_server()
+        reference = make_reference(target, self.layers, int(model.get("max_model_len") or SHORTEST_CONTEXT))
+        for url in client.urls:
+            with contextlib.closing(client.select(url)) as single:
+                reference.check_server(functools.partial(self._submit_scored, single))
+        if gaps := reference.describe_gaps():
+            client.say(gaps)
 
     # Outputs of texts
 
@@ -91,10 +97,27 @@ class EngineTarget:
             "kv_transfer_params": {"include_output_tokens": True},
         }
 
+    def _submit_scored(self, client: EngineClient, tokens: Tensor) -> "Future[ReadText]":
+        """Requests the states [t, layers, D] of tokens [t], and the server's log-probabilities of them."""
+        ids = tokens.tolist()
+
+        def read(answer: dict) -> ReadText:
+            _, states, stored = self._read_file(answer, ids)
+            return ReadText(states[:, [stored.index(layer) for layer in self.layers]], _read_log_probs(answer, ids))
+
+        return client.submit("v1/completions", self.make_body(ids, max_tokens=1) | {"prompt_logprobs": 0}, read)
+
     def read_states(self, answer: dict, prompt: list[int], layers: tuple[int, ...]) -> tuple[list[int], list[Tensor]]:
         """Returns the new tokens, and states [t, D] of each layer for all tokens but the last, which was never read.
 
-        A thread calls this, which must not wait for the work of the device.
+        A thread calls this, which must not wait for the work of the device. Raises as `_read_file`.
+        """
+        new, states, stored = self._read_file(answer, prompt)
+        return new, [states[:, stored.index(layer)].to(self.target.dtype) for layer in layers]
+
+    def _read_file(self, answer: dict, prompt: list[int]) -> tuple[list[int], Tensor, list[int]]:
+        """The new tokens, the states [t, layers, D] as the server computed them, and the numbers of their layers.
+
         Raises BadAnswer for an answer that may be right the next time, and ValueError for a server with other settings.
         """
         new, path = _read_new_tokens(answer), find_file(answer)
@@ -110,7 +133,7 @@ class EngineTarget:
                 f"The engine gives layers {stored or 'without their numbers'}, and the head needs {list(self.layers)}. "
                 f"{RESTART} 'layers={json.dumps(list(self.layers))}'."
             )
-        return new, [states[:, stored.index(layer)].to(self.target.dtype) for layer in layers]
+        return new, states, stored
 
     def _check_states(self, states: Tensor) -> None:
         """Raises BadAnswer for states [t, layers, D] that are not finite or all zero, ValueError for another width."""
@@ -134,25 +157,6 @@ class EngineTarget:
             clause = describe_difference(f"{url} serves {{}} weights ({model.get('root')})", served.text, here)
             raise ValueError(f"{clause} ({self.target.name}): give target.name= the folder that is served.")
 
-    @torch.no_grad()
-    def _check_server(self) -> None:
-        """Compares the token that a server chooses after a short text with the best one by its own hidden state."""
-        target = self.target
-        ids = (torch.arange(1, 9) % target.vocab_size).tolist()
-        (token,), (states,) = self.client.post(
-            "v1/completions",
-            self.make_body(ids, max_tokens=1),
-            lambda answer: self.read_states(answer, ids, (target.num_layers,)),
-        )
-        logits = target.logits(target.norm(states[-1:].to(target.device)))[0]  # [V]
-        shortfall = float((logits.max() - logits[token]) / logits.std())
-        if not shortfall <= MAX_SHORTFALL:
-            raise ValueError(
-                f"The engine chose token {token}, whose logit by its own hidden state falls {shortfall:.1f} standard "
-                "deviations "
-                f"short of the best. It serves another model than {target.name}, or other layers."
-            )
-
 
 def apply_final_norm(target: Target, states: Tensor, layers: tuple[int, ...]) -> Tensor:
     """Applies the final norm in place to states [..., layers * D] of an EngineTarget, on the target's device."""
@@ -173,6 +177,18 @@ def _check_tokens(tensors: dict[str, Tensor], expected_ids: list[int], path: Pat
             "caching must be off (--no-enable-prefix-caching)"
         )
     return states
+
+
+def _read_log_probs(answer: dict, ids: list[int]) -> Tensor:
+    """The log-probability [t - 1] of each token of a text behind the first. Raises ValueError for a server without."""
+    try:
+        scores = answer["choices"][0]["prompt_logprobs"][1:]
+        return torch.tensor([score[str(token)]["logprob"] for score, token in zip(scores, ids[1:], strict=True)])
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise ValueError(
+            "The server gives no log-probabilities of a prompt (prompt_logprobs), so its hidden states cannot be "
+            f"checked: use vLLM. {RESTART}."
+        ) from None
 
 
 def _read_new_tokens(answer: dict) -> list[int]:

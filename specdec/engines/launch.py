@@ -1,57 +1,27 @@
-"""Starting a vLLM server that gives hidden states, and ending it with all of its processes."""
+"""Starting an engine's server, and ending it with all of its processes."""
 
 import contextlib
-import itertools
-import json
+import math
 import os
-import shlex
-import shutil
 import signal
+import socket
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import IO
 
-from pydantic import Field
+import httpx
 
-from specdec.core.option_types import Count, Options, Text
-from specdec.target.model import Target
+from specdec.engines.start_lines import StartLine
 
-
-class EngineOptions(Options):
-    port: Annotated[int, Field(ge=0, le=65535)]
-    host: Text
-    max_model_len: Count
-    more: str
-    python: Text
-
-
-def make_command(options: EngineOptions, target: Target, layers: list[int], folder: str) -> list[str]:
-    """vLLM's command line, with the hidden states of `layers` as files in `folder`."""
-    speculative = {
-        "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}},
-    }
-    connector = {
-        "kv_connector": "HiddenStatesConnector",
-        "kv_connector_module_path": "hidden_states_connector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": folder},
-    }
-    flags = {
-        "--model": target.name,
-        "--dtype": str(target.dtype).removeprefix("torch."),
-        "--max-model-len": str(min(options.max_model_len, target.max_positions or options.max_model_len)),
-        "--host": options.host,
-        "--port": str(options.port),
-        "--speculative-config": json.dumps(speculative),
-        "--kv-transfer-config": json.dumps(connector),
-    }
-    words = [options.python, "-m", "vllm.entrypoints.openai.api_server", *itertools.chain(*flags.items())]
-    words.append("--no-enable-prefix-caching")  # a cached prefix would have no hidden states
-    return words + ["--trust-remote-code"] * target.trust_remote_code + shlex.split(options.more)
+# On a CPU only
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # addresses of all interfaces, with those of this machine
+READY = (200, 401)  # 401: it asks for a key
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
@@ -66,30 +36,91 @@ def open_folder(folder: str | None) -> Iterator[str]:
         yield temporary
 
 
-def run_server(options: EngineOptions, target: Target, layers: list[int], folder: str, modules: Path) -> int:
-    """Runs the server until it ends or is stopped, and returns its status. modules: folder that vLLM imports from"""
-    url = f"http://localhost:{options.port}"
-    print(f"{target.name} will be served at {url}, with layers {layers}, once vLLM says that its start is complete.")
-    print(f"use: features.engine={url} (train.py), engine={url} (scripts/answer.py)", flush=True)
-    # The first three variables matter on a CPU only
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    path = os.pathsep.join(filter(None, [str(modules), os.environ.get("PYTHONPATH")]))
-    words = make_command(options, target, layers, folder)
+def exit_at_signals() -> None:
+    """Lets SIGTERM and SIGHUP raise SystemExit, so that whatever this process started ends, too."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+def run_server(line: StartLine, host: str, port: int, sentence: str) -> None:
+    """Runs a server until it ends or is stopped. Raises ValueError where it fails, or the port is taken.
+
+    sentence: printed once the server answers
+    """
+    with open_server(line, host, port) as server:
+        print(sentence, flush=True)
+        if server.wait():
+            raise ValueError(describe_end(server))
+
+
+@contextlib.contextmanager
+def open_server(
+    line: StartLine, host: str, port: int, *, output: IO | None = None, patience: float = math.inf
+) -> Iterator[subprocess.Popen]:
+    """A server from the time that it answers. It ends with the context, and all of its processes with it.
+
+    output: file of what it prints; patience: seconds that it has to start
+    Raises ValueError where the port is taken, and for a server that ends or is not ready in time.
+    """
+    check_address(host, port)
+    paths = [line.environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = ENVIRONMENT | dict(os.environ) | line.environment | path
     # A session of its own: Ctrl-C reaches this process, which then ends the server and all of its processes
-    server = subprocess.Popen(words, env=environment | dict(os.environ) | {"PYTHONPATH": path}, start_new_session=True)
+    server = subprocess.Popen(line.words, stdout=output, stderr=output, env=environment, start_new_session=True)
     try:
-        return server.wait()
+        wait_for_answer(server, make_url(host, port), patience)
+        yield server
     finally:
-        for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(server.pid, number)
-                server.wait(patience)
+        end_processes(server)
 
 
-def check_interpreter(python: str) -> None:
-    """Raises ValueError if there is no such interpreter."""
-    if not Path(python).is_file() and shutil.which(python) is None:
-        raise ValueError(
-            f"There is no vLLM: {python} does not exist. `make engines` sets it up for a CPU (4 GB); on a GPU machine "
-            "install vllm beside specdec and give python=python (docs/engines.md)."
-        )
+def wait_for_answer(server: subprocess.Popen, url: str, patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while not answers(url):
+        if server.poll() is not None:
+            break
+        if time.monotonic() > deadline:
+            raise ValueError(f"The server does not answer at {url} after {patience:.0f} s.")
+        time.sleep(0.5)
+    if server.poll() is not None:  # another one may answer
+        raise ValueError(describe_end(server))
+
+
+def end_processes(server: subprocess.Popen) -> None:
+    """Ends a server and all of its processes. Signals that would cut this short are ignored meanwhile."""
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOPS}
+    for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(server.pid, number)
+            server.wait(patience)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def describe_end(server: subprocess.Popen) -> str:
+    return f"The server ended with status {server.returncode}; its last lines above say why."
+
+
+def answers(url: str) -> bool:
+    """Whether a server is ready: llama.cpp's has its models before it has loaded them."""
+    try:
+        ready = [httpx.get(f"{url}/{path}", trust_env=False).status_code in READY for path in ("health", "v1/models")]
+    except httpx.HTTPError:
+        return False
+    return all(ready)
+
+
+def make_url(host: str, port: int) -> str:
+    """The URL at which this machine reaches a server. host: address that it listens on"""
+    name = EVERYWHERE.get(host, host)
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises ValueError where no server can listen: another one would be taken for it."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise ValueError(f"No server can listen at port={port} of host={host}: {error.strerror or error}.") from None

@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from specdec.core.cached_keys import CachedKeys, attend_cached
+from specdec.core.masked_attention import attend_masked
 from specdec.core.varlen import Segments, attend_segments
 
 IMPLEMENTATION = "specdec"
@@ -83,8 +84,7 @@ def compute_attention(  # noqa: PLR0913  # transformers' signature
     if query.device.type != "cpu" or attention_mask is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     # Called directly, because transformers would first copy each key for all heads of its group
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2), None
+    return attend_masked(query, key, value, attention_mask, scale=scaling).transpose(1, 2), None
 
 
 def _is_sdpa_slow(query: Tensor, mask: Tensor | None) -> bool:

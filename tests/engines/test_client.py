@@ -162,7 +162,8 @@ def test_closing_ends_requests_that_wait(client_of):
 
 
 def test_urls():
-    for urls in ("localhost:8000", "http://localhost:8000,", "http://localhost:8000,vllm"):
+    wrong = ["localhost:8000", "http://localhost:8000,", "http://localhost:8000,vllm", "http://localhost:80a"]
+    for urls in [*wrong, "http://\x7f", "http://", "http://[::1", "http://localhost:99999"]:
         with pytest.raises(ValueError, match=r"is not the URL of a server.*specdec launch_engine"):
             EngineClient(urls)
     with SmallServer(echo) as server:

@@ -137,7 +137,24 @@ def fill_token(number, value):
 
 FAULTS = {
     "cut": (cut, "prefix caching must be off"),
-    "other model": (change(torch.randn_like), "serves another model than .* or other layers"),
+    "other model": (change(torch.randn_like), "differ by .* on average.* serves another model than .* other layers"),
+    "shifted layers": (
+        change(lambda states: states.roll(1, dims=1)),
+        "do not give its own log-probabilities: over 127",
+    ),
+    "shifted inner layers": (
+        change(lambda states: torch.cat([states[:, 1:-1], states[:, -2:]], dim=1)),
+        r"hidden state 2 differs .* by [\d.]+ of its length .*, and from the layers beside it by",
+    ),
+    "noise": (change(lambda states: states * (1 + 0.01 * torch.randn_like(states))), "differ by .* on average"),
+    "noise in one layer": (
+        change(lambda states: states * (1 + 0.01 * (torch.arange(6) == 0)[:, None] * torch.randn_like(states))),
+        r"hidden state 2 differs .* \(at most 0\.0001 is accepted\)",
+    ),
+    "no log-probabilities": (
+        lambda reply: reply["answer"]["choices"][0].pop("prompt_logprobs", None),
+        "gives no log-probabilities of a prompt",
+    ),
     "no file": (lambda reply: reply.update(tensors=None), "cannot be read .* The engine's log says why"),
     "not finite": (change(fill_token(0, float("nan"))), "not finite, or all zero"),
     "zero": (change(fill_token(1, 0)), "not finite, or all zero"),
@@ -180,6 +197,76 @@ def test_a_server_that_is_not_right_is_refused_with_a_reason(engine, source, nam
     states = good.submit(TEXT, (2, 8)).result()
     assert [tuple(state.shape) for state in states] == [(3, good.target.width)] * 2
     assert len(engine.completions) == num + 2
+
+
+def test_a_server_that_has_applied_the_last_norm_is_refused(folder, tmp_path):
+    whole = Target.load(str(folder / "target"), dtype="float32")
+    whole.norm.weight.data.uniform_(0.5, 2.0)  # of ones it would change nothing
+    whole.model.save_pretrained(tmp_path / "target")
+    ends = Target.load_ends(str(tmp_path / "target"), dtype="float32")
+
+    def apply_norm(number: int, reply: dict) -> None:
+        states = reply["tensors"]["hidden_states"]
+        reply["tensors"]["hidden_states"] = torch.cat([states[:, :-1], ends.norm(states[:, -1:])], dim=1)
+
+    with TinyEngine(whole, LAYERS, tmp_path) as engine:
+        EngineTarget(EngineClient(engine.url), ends, (2, 4, 5))
+        engine.spoil = apply_norm
+        with pytest.raises(ValueError, match="do not give its own log-probabilities"):
+            EngineTarget(EngineClient(engine.url), ends, (2, 4, 5))
+
+
+@pytest.mark.parametrize(("noise", "accepted"), [(0.0, True), (0.002, True), (0.3, False)])
+def test_rounding_of_a_server_in_bfloat16_is_accepted_and_noise_is_not(folder, tmp_path, noise, accepted):
+    """The noise of .002 is that of rounding to bfloat16."""
+    name = str(folder / "target")
+    with TinyEngine(Target.load(name, dtype="bfloat16"), LAYERS, tmp_path) as engine:
+        engine.spoil = lambda number, reply: change(lambda states: states * (1 + noise * torch.randn_like(states)))(
+            reply
+        )
+        ends = Target.load_ends(name, dtype="bfloat16")
+        with contextlib.nullcontext() if accepted else pytest.raises(ValueError, match="differ by"):
+            EngineTarget(EngineClient(engine.url), ends, (2, 4, 5))
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("scale", [0.003, 0.1])
+def test_each_of_several_servers_is_checked_alone(folder, ends, tmp_path, wrong, scale):
+    """Another model's error must not widen what is accepted as the difference of two passes of one server."""
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for number in range(2):
+            (tmp_path / str(number)).mkdir()
+            whole = Target.load(str(folder / "target"), dtype="float32")
+            if number == wrong:
+                whole.lm_head.weight.data += scale * torch.randn_like(whole.lm_head.weight)
+            servers.append(stack.enter_context(TinyEngine(whole, LAYERS, tmp_path / str(number))))
+        urls = ",".join(server.url for server in servers)
+        with pytest.raises(ValueError, match="do not give its own log-probabilities"):
+            EngineTarget(EngineClient(urls), ends, (2, 4, 5))
+
+
+@pytest.mark.parametrize(("served", "here"), [("bfloat16", "float32"), ("float16", "float32"), ("bfloat16", "float16")])
+def test_a_server_may_compute_in_a_coarser_dtype(folder, tmp_path, served, here):
+    name = str(folder / "target")
+    with TinyEngine(Target.load(name, dtype=served), LAYERS, tmp_path) as engine:
+        EngineTarget(EngineClient(engine.url), Target.load_ends(name, dtype=here), (2, 4, 5))
+
+
+def test_what_is_not_compared_is_said(folder, tmp_path, capsys):
+    """Of the layers 2, 4 and 5 the files give 2 and 4; noise in layer 4 is refused, too."""
+    name, ends = str(folder / "target"), Target.load_ends(str(folder / "target"), dtype="float32")
+    with TinyEngine(Target.load(name, dtype="float32"), LAYERS, tmp_path) as engine:
+        EngineTarget(EngineClient(engine.url), ends, (2, 4, 5))
+        assert "hidden state 5 of the engine is not compared with the target's" in capsys.readouterr().out
+        EngineTarget(EngineClient(engine.url), ends, (2, 4))
+        assert "not compared" not in capsys.readouterr().out
+        noise = 0.01 * (torch.tensor(LAYERS) == 4)[:, None]
+        engine.spoil = lambda number, reply: change(lambda states: states * (1 + noise * torch.randn_like(states)))(
+            reply
+        )
+        with pytest.raises(ValueError, match="hidden state 4 differs"):
+            EngineTarget(EngineClient(engine.url), ends, (2, 4, 5))
 
 
 def test_trees_are_refused(fit, engine):

@@ -15,7 +15,6 @@ import httpx
 import pytest
 import torch
 
-from benchmarks.engines import llamacpp
 from scripts import answer, export, judge, launch_engine
 from specdec import checkpoint
 from specdec.core.sampling import Sampling
@@ -23,6 +22,7 @@ from specdec.decoding.drafting import Drafting
 from specdec.engines import launch
 from specdec.engines.client import EngineClient
 from specdec.engines.engine_target import EngineTarget, apply_final_norm
+from specdec.engines.gguf import convert_to_gguf
 from specdec.heads.draft import Draft
 from specdec.target.model import Target, load_tokenizer
 from specdec.text import conversations as data
@@ -74,7 +74,7 @@ def test_the_printed_command_serves_what_the_heads_read(monkeypatch, capsys):
         (["layers=[99]"], r"layers=\[99\] must be a list of numbers.*has hidden states 0\.\.30"),
         (["python=/nowhere/python"], "There is no vLLM: /nowhere/python does not exist"),
         (["target.name=targets/nothing"], "The folder targets/nothing does not exist"),
-        ([f"python={sys.executable}", "port=9"], "vLLM ended with status 1"),  # this Python has no vLLM
+        ([f"python={sys.executable}", "port=8999"], "The server ended with status 1"),  # this Python has no vLLM
     ],
 )
 def test_what_cannot_start_is_named_and_leaves_no_folder(monkeypatch, tmp_path, arguments, message):
@@ -112,8 +112,10 @@ def running(command: list[str], port: str, log: Path, **variables: str):
         wait_for(port, log)
         yield f"http://127.0.0.1:{port}"
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait()
+        for number, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, None)):  # vLLM may wait for ever
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(server.pid, number)
+                server.wait(patience)
 
 
 def launch_command(port: str, *arguments: str) -> list[str]:
@@ -161,31 +163,9 @@ import sys, time, xllamacpp
 params = xllamacpp.CommonParams()
 params.model.path, params.port, params.n_gpu_layers = sys.argv[1], int(sys.argv[2]), 0
 params.n_ctx, params.n_parallel, params.fit_params, params.endpoint_metrics = 2048, 2, False, True
-if len(sys.argv) > 3:
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-    params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
-    draft = params.speculative.draft
-    draft.mparams.path, draft.n_gpu_layers, draft.n_max, draft.n_min, draft.p_min = sys.argv[3], 0, 3, 0, 0.0
-    draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = 1
-    float32 = xllamacpp.ggml_type.GGML_TYPE_F32
-    params.cache_type_k = params.cache_type_v = draft.cache_type_k = draft.cache_type_v = float32
 server = xllamacpp.Server(params)
 time.sleep(3600)
 """
-
-
-def speculative_command(engine: str, target: str, folder: Path, port: str) -> list[str]:
-    """A server that drafts with the export in `folder`, three tokens a round."""
-    if engine == "llamacpp":
-        llamacpp.convert_to_gguf(target, str(folder / "target.gguf"))
-        llamacpp.convert_to_gguf(str(folder / "export"), str(folder / "head.gguf"))
-        return [PYTHON, "-c", LLAMA_CPP, str(folder / "target.gguf"), port, str(folder / "head.gguf")]
-    speculative = {"method": "draft_model", "model": str(folder / "export"), "num_speculative_tokens": 3}
-    flags = {"--model": target, "--port": port, "--dtype": "float32", "--max-model-len": "256",
-             "--gpu-memory-utilization": "0.2", "--speculative-config": json.dumps(speculative),
-             "--per-request-spec-decode-metrics": "detailed"}  # fmt: skip
-    words = [word for flag in flags.items() for word in flag]
-    return [PYTHON, "-m", "vllm.entrypoints.openai.api_server", *words, "--enforce-eager"]
 
 
 @engines
@@ -204,9 +184,10 @@ def test_a_running_engine_is_judged_as_check_engines_does(engine, tmp_path, monk
     export.main([f"checkpoint={tmp_path}/head", f"format={name}", f"out={tmp_path}/export", "target.dtype=float32"])
     write_prompts(tmp_path / "prompts.jsonl", 4)
     port = free_ports(1)[0]
-    command = speculative_command(engine, target.name, tmp_path, port)
-    threads = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    with running(command, port, tmp_path / "engine.log", **threads) as url:
+    command = [sys.executable, "scripts/launch_engine.py", f"engine={engine}", f"export={tmp_path}/export",
+               f"port={port}", f"target.name={target.name}", "target.dtype=float32", "max_model_len=256",
+               "more=--enforce-eager --gpu-memory-utilization 0.2"]  # fmt: skip
+    with running(command, port, tmp_path / "engine.log", OMP_NUM_THREADS="1") as url:
         judge.main([f"engine={url}", f"checkpoint={tmp_path}/head", f"prompts={tmp_path}/prompts.jsonl", "batch=1,2",
                     "target.dtype=float32", "max_new_tokens=24", "ignore_stop=true",
                     f"out={tmp_path}/out"])  # fmt: skip
@@ -237,6 +218,21 @@ def check_judged(out: Path, reference, *, exact: bool) -> None:
         assert replay["compared_by_round"] == (4 if exact else 0)
         assert level["tau"] == pytest.approx(replay["served_tau"])
         assert 1 + sum(level["survival"]) >= level["tau"] - 1e-9
+
+
+@engines
+def test_llama_cpp_drafts_for_two_requests_at_once_as_for_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    head, port = "checkpoints/shipped/eagle3", free_ports(1)[0]
+    export.main([f"checkpoint={head}", "format=gguf", f"out={tmp_path}/export", "target.dtype=float32"])
+    command = [sys.executable, "scripts/launch_engine.py", "engine=llamacpp", f"port={port}", "target.dtype=float32",
+               f"export={tmp_path}/export", "max_model_len=512", f"folder={tmp_path}"]  # fmt: skip
+    with running(command, port, tmp_path / "engine.log", OMP_NUM_THREADS="1") as url:
+        judge.main([f"engine={url}", f"checkpoint={head}", "batch=1,2", "limit=4", "target.dtype=float32",
+                    "max_new_tokens=24", "ignore_stop=true", f"out={tmp_path}/out"])  # fmt: skip
+    one, two = json.loads((tmp_path / "out/results.json").read_text())["server"]["levels"]
+    assert one["tau"] > 1.2 and two["tau"] == pytest.approx(one["tau"])
+    assert two["replay"]["served_tau"] == pytest.approx(two["replay"]["replayed_tau"])
 
 
 # Quantised targets
@@ -270,7 +266,7 @@ def test_vllm_answers_and_reads_for_a_quantised_target(tmp_path, method):
 @installed
 def test_llama_cpp_answers_from_a_quantised_file(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    llamacpp.convert_to_gguf(str(REAL_TARGET), str(tmp_path / "q8.gguf"), outtype="q8_0")
+    convert_to_gguf(str(REAL_TARGET), str(tmp_path / "q8.gguf"), outtype="q8_0")
     port = free_ports(1)[0]
     with running([PYTHON, "-c", LLAMA_CPP, str(tmp_path / "q8.gguf"), port], port, tmp_path / "log") as url:
         rows = answer_some(tmp_path, REAL_TARGET, url, num=3)

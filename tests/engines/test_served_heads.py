@@ -4,7 +4,6 @@ import contextlib
 import functools
 import importlib.metadata
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -18,16 +17,23 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from benchmarks import check_engines
-from benchmarks.check_engines import Decoding
+from benchmarks.check_engines import Decoding, ServedHead
 from benchmarks.engines import facts, get_engines, llamacpp
-from benchmarks.engines.llamacpp import LlamaCpp, convert_to_gguf
+from benchmarks.engines.llamacpp import LlamaCpp
 from benchmarks.engines.sglang_names import read_folder
 from benchmarks.engines.vllm import Vllm
+from specdec.core.sampling import Sampling
+from specdec.core.tree import TreeShape
+from specdec.decoding.decoder import Decoder
+from specdec.engines import installed
+from specdec.engines.gguf import convert_to_gguf
 from specdec.export import block_drafter
-from specdec.export.engines import ENGINES, find_target_families
+from specdec.export.engines import ENGINES, find_target_families, make_form
 from specdec.export.families import FAMILIES
 from specdec.heads.dependence import DraftedBlock
 from specdec.heads.native import NativeMTP
+from specdec.measuring.model_card import write_export
+from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
 from tests.engines import tiny_heads
 from tests.support.commands import ROOT, write_prompts
@@ -40,6 +46,7 @@ from train.settings.hydra_text import make_search_path
 
 PYTHON = str(ROOT / "engines" / "bin" / "python")
 IS_READY = (ROOT / "engines" / "ready").is_file()
+OPENVINO = ROOT / "engines" / get_engines.OPENVINO
 
 
 def engines(test):
@@ -133,13 +140,11 @@ def test_check_engines_refuses(monkeypatch, tmp_path):
     save_eagle(tmp_path / "head", save_target(tmp_path / "target"))
     write_prompts(tmp_path / "prompts.jsonl", 2)
     (tmp_path / "ready").write_text("")
-    monkeypatch.setattr(llamacpp, "ENGINES", tmp_path)
-    monkeypatch.setattr(check_engines.hub, "pin_commit", lambda folder: "user/head@1")
+    monkeypatch.setattr(installed, "ENGINES", tmp_path)
     arguments = [f"checkpoint={tmp_path}/head", f"prompts={tmp_path}/prompts.jsonl", "limit=1"]
     for changes, message in (
         ([*arguments, "formats=onnx"], "engines on a CPU take vllm"),
         ([], r"missing 1 required positional argument: 'checkpoint'"),
-        ([*arguments, "record=true"], r"record=true writes beside the checkpoint, and .* is on the Hub"),
     ):
         with pytest.raises(ValueError, match=message):
             check_engines.main(changes)
@@ -272,9 +277,34 @@ def check_served(heads: dict, format_name: str, folder: Path, *, kinds=("right",
         assert kind == "right" or row["accepted"] < row["offered"]
 
 
+def openvino(test):
+    """Marks a test that needs OpenVINO GenAI."""
+    missing = pytest.mark.skipif(
+        not (OPENVINO / "ready").is_file(), reason="OpenVINO GenAI is not installed: make engines"
+    )
+    return pytest.mark.engines(pytest.mark.full(missing(test)))
+
+
+@openvino
+def test_the_facts_are_about_the_installed_openvino():
+    versions = facts.list_installed(OPENVINO)
+    assert facts.list_packages("packages", OPENVINO.name).keys() <= versions.keys()
+    assert facts.compare_versions(versions, OPENVINO.name) == []
+
+
+@openvino
+@pytest.mark.parametrize("served_case", tiny_heads.OPENVINO_CASES, ids=str)
+def test_openvino_serves_a_tiny_head_as_it_was_trained(tiny, served_case, monkeypatch, tmp_path):
+    train_and_serve(tiny, served_case, monkeypatch, tmp_path)
+
+
 @engines
 @pytest.mark.parametrize("served_case", tiny_heads.CASES, ids=str)
 def test_a_tiny_head_is_served_as_it_was_trained(tiny, served_case, monkeypatch, tmp_path):
+    train_and_serve(tiny, served_case, monkeypatch, tmp_path)
+
+
+def train_and_serve(tiny, served_case, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(ROOT)
     target, prompts, rows = tiny
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -314,13 +344,51 @@ NATIVE = {
 }  # fmt: skip
 
 
+class FirstTokenReader(HeadProposer):
+    """Reads one slot more than ours, as llama.cpp does: a text's first token with a state of zeros."""
+
+    def begin(self, tokens, num):
+        super().begin(tokens, num)
+        self.opens = True
+
+    def commit(self, tokens, features, num, counts):
+        if self.opens:
+            tokens = torch.cat([self.first_tokens, tokens], dim=1)
+            features = torch.cat([torch.zeros_like(features[:, :1]), features], dim=1)
+            num, counts, self.opens = num + 1, [count + 1 for count in counts], False
+        super().commit(tokens, features, num, counts)
+
+
+def check_first_requests(head: ServedHead, folder: Path) -> None:
+    """llama.cpp's first answer accepts what our module does with the further slot, and less than all."""
+    write_export(make_form(head.drafter, "stitched"), folder, dtype=torch.float32, provenance=head.provenance)
+    convert_to_gguf(str(folder), str(folder / "target.gguf"))
+    drafter = head.drafter.frozen_copy()
+    drafter.zero_first = False
+    proposer = FirstTokenReader(drafter, TreeShape(tiny_heads.NUM_DRAFTS, 1, tiny_heads.NUM_DRAFTS))
+    decoder = Decoder(drafter.target, proposer, sampling=Sampling(), stop=set())
+    here, offered = decoder.generate(head.prompts, tiny_heads.OPTIONS.max_new_tokens), 0
+    for prompt, tokens, accepted in zip(head.prompts, here.tokens, here.accepted):
+        with contextlib.closing(LlamaCpp(str(folder / "target.gguf"), context=64, kind="mtp", cache="f32")) as engine:
+            assert engine.generate(prompt, len(tokens), set()) == tokens
+            assert engine.counts.accepted == sum(accepted)
+            offered += engine.counts.drafted
+    assert offered > sum(map(sum, here.accepted)) > 0
+
+
+GLM_TOKENS = ["[gMASK]", "<|user|>", "<|observation|>", "<|endoftext|>"]  # which llama.cpp's converter asks for
+
+
 @engines
-@pytest.mark.parametrize("family, engine", [("glm4_moe", "stitched"), ("qwen3_5_text", "stitched.gguf"),
-                                            ("deepseek_v3", "stitched")])  # fmt: skip
+@pytest.mark.parametrize("family, engine", [("glm4_moe", "stitched"), ("glm4_moe", "stitched.gguf"),
+                                            ("deepseek_v3", "stitched"),
+                                            ("qwen3_5_text", "stitched.gguf")])  # fmt: skip
 def test_a_tuned_native_module_drafts_as_it_was_trained(tmp_path, monkeypatch, family, engine):
-    """Written back into its model. Two engines compute something else, so less is compared there."""
+    """Written back into its model. llama.cpp gives GLM's state back as SGLang does, and reads one slot more."""
     monkeypatch.chdir(ROOT)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(REAL_TARGET)
+    tokenizer, in_llama_cpp = transformers.AutoTokenizer.from_pretrained(REAL_TARGET), engine == "stitched.gguf"
+    if family == "glm4_moe":
+        tokenizer.add_tokens(GLM_TOKENS, special_tokens=True)
     save_native(tmp_path / "model", family, fields={**SIZES, **NATIVE[family], "vocab_size": len(tokenizer)})
     tokenizer.save_pretrained(tmp_path / "model")
     if family == "deepseek_v3":  # what transformers does not write, and vLLM reads
@@ -328,12 +396,8 @@ def test_a_tuned_native_module_drafts_as_it_was_trained(tmp_path, monkeypatch, f
     target = Target.load(str(tmp_path / "model"), dtype="float32")
     prompts = tiny_heads.make_prompts(target, 4, num_tokens=32)
     rows = tiny_heads.answer_prompts(target, prompts, 32)
-    heads = tiny_heads.train_heads(NativeMTP(target), rows, load_head("native_mtp")["objective"], prompts)
-    if family == "glm4_moe":
-        check_served(heads, engine, tmp_path)
-    elif family == "qwen3_5_text":  # llama.cpp reads one slot more, the first token with a state of zeros
-        check_served(heads, engine, tmp_path, kinds=("right",))
-    else:  # vLLM's latent attention on a CPU gives other logits than transformers, for the target too
-        row = check_engines.check_head(heads["right"], engine, tmp_path / "out", tiny_heads.OPTIONS)
-        config = json.loads((tmp_path / "out" / "config.json").read_text())
-        assert row["offered"] > 0 and config["num_nextn_predict_layers"]
+    drafter = NativeMTP(target, engine="sglang" if in_llama_cpp else "vllm")
+    heads = tiny_heads.train_heads(drafter, rows, load_head("native_mtp")["objective"], prompts)
+    check_served(heads, engine, tmp_path, kinds=("right",) if in_llama_cpp else ("right", "noisy"))
+    if in_llama_cpp:
+        check_first_requests(heads["noisy"], tmp_path / "noisy")

@@ -48,6 +48,8 @@ class TinyEngine(SmallServer):
             path = self.folder / f"{number}.safetensors"
             finish = "stop" if new[-1] in stop else "length"
             choice = {"token_ids": new, "text": "", "finish_reason": finish}
+            if "prompt_logprobs" in body:
+                choice["prompt_logprobs"] = [None, *self._score(prompt)]
             answer = {"choices": [choice], "kv_transfer_params": {"hidden_states_path": str(path)}}
             reply = {"answer": answer, "tensors": tensors, "metadata": {"layers": json.dumps(self.layers)}}
             self.spoil(number, reply)
@@ -55,6 +57,11 @@ class TinyEngine(SmallServer):
                 contiguous = {name: value.contiguous() for name, value in reply["tensors"].items()}
                 safetensors.torch.save_file(contiguous, path, metadata=reply["metadata"])
             return reply["answer"]
+
+    def _score(self, prompt: list[int]) -> list[dict]:
+        """The log-probability of each token of a prompt behind the first, in vLLM's form."""
+        scores = self.target.logits(self._read(prompt)[1]).log_softmax(-1)
+        return [{str(token): {"logprob": float(row[token])}} for row, token in zip(scores, prompt[1:])]
 
     @torch.no_grad()
     def _read(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

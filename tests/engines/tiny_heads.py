@@ -71,6 +71,11 @@ CASES = [
     Case("dflash2", {**BLOCK, "dependence": SELECTOR}, False, ("gguf",)),
     Case("draft", {}, False, ("vllm", "gguf")),
 ]
+# In an environment of its own. OpenVINO GenAI's own choice of layers ends with a target of ten layers.
+OPENVINO_CASES = [
+    Case("eagle3", {}, True, ("openvino",)),
+    Case("eagle3", {"target_layers": [1, 3, 7], "own_output": False}, False, ("openvino",)),
+]
 
 
 def make_target(folder: Path, *, tokenizer: str) -> Target:

@@ -7,6 +7,7 @@ import torch
 
 from specdec.core.shards import Shards
 from specdec.heads.eagle import Eagle3
+from specdec.target.first_layers import read_first_states
 from specdec.target.model import Target
 from tests.support.families import find_family, make
 from tests.support.saved_targets import edit_tensors
@@ -40,6 +41,22 @@ def test_ends_and_heads_beside_them_are_those_of_the_whole_target(pair):
     assert states[0].keys() == states[1].keys() and all(map(torch.equal, states[0].values(), states[1].values()))
     with pytest.raises(ValueError, match=r"was loaded without its layers.*load the whole target"):
         ends.read(torch.ones(1, 3, dtype=torch.long), ())
+
+
+def test_first_layers_compute_the_states_of_the_whole_target(pair):
+    whole, ends = pair
+    text = torch.randint(whole.vocab_size, (20,), generator=torch.Generator().manual_seed(0))
+    expected = whole.read(text[None], (1, 2)).features[0].split(whole.width, dim=-1)
+    merged = whole.model.config.model_type in ("qwen3_moe", "deepseek_v3")  # experts that transformers joins
+    for target in (whole,) if merged else pair:
+        states = read_first_states(target, text, 2)
+        assert len(states) == 3
+        for state, reference in zip(states[1:], expected):
+            torch.testing.assert_close(state, reference, rtol=1e-5, atol=1e-6)
+    assert all(p.is_meta for layer in ends.layers for p in layer.parameters())
+    if merged:
+        with pytest.raises(ValueError, match=r"has no tensor .*experts"):
+            read_first_states(ends, text, 2)
 
 
 def test_fingerprints_are_those_of_the_whole_target_or_leave_out_its_layers(pair):

@@ -1,12 +1,27 @@
-"""llama.cpp's half of llamacpp.py: runs where xllamacpp is installed and imports nothing of this project.
+"""llama.cpp, for a Python that has xllamacpp. It imports nothing of this project.
 
-Reads one request per line of standard input and answers each with one line of JSON on standard output.
+With `port` it is llama.cpp's own HTTP server, for engine=llamacpp of `specdec launch_engine`. Without, it reads one
+request per line of standard input and answers each with one line of JSON, for benchmarks/engines/llamacpp.py.
 """
 
 import json
 import os
 import re
 import sys
+import time
+
+
+def serve_http(*, host: str, port: int, model: str, parallel: int, **settings) -> None:
+    """Serves until the process ends. model: name of the model for requests; parallel: requests at once"""
+    import xllamacpp
+
+    params = make_params(**settings)
+    params.hostnames, params.port, params.model_alias = [host], port, {model}
+    params.n_ctx, params.n_parallel = params.n_ctx * parallel, parallel
+    server = xllamacpp.Server(params)
+    print(server.listening_address, flush=True)
+    while True:
+        time.sleep(3600)
 
 
 def serve(*, kind: str | None, **settings) -> None:
@@ -53,6 +68,7 @@ def make_params(
         drafting = params.speculative.draft
         drafting.mparams.path, drafting.n_gpu_layers = draft or "", 0
         drafting.n_max, drafting.n_min, drafting.p_min = num, 0, 0.0  # 0.0: unsure drafts are not cut short
+        drafting.backend_sampling = kind != "DRAFT_EAGLE3"  # else all slots draft the tokens of one (docs/serving.md)
         drafting.cpuparams.n_threads = drafting.cpuparams_batch.n_threads = threads
         drafting.cache_type_k = drafting.cache_type_v = params.cache_type_k
     return params
@@ -76,4 +92,5 @@ def read_counters(server) -> list[list[int]]:
 
 
 if __name__ == "__main__":
-    serve(**json.loads(sys.argv[1]))
+    options = json.loads(sys.argv[1])
+    (serve_http if "port" in options else serve)(**options)
