@@ -3,9 +3,9 @@
     specdec export checkpoint=checkpoints/shipped/eagle3 format=vllm out=exported
     specdec export checkpoint=checkpoints/first push=user/name base_model=HuggingFaceTB/SmolLM2-135M-Instruct
 
-Formats: vllm, sglang, speculators, eagle, medusa, transformers, gguf (for llama.cpp's converter), stitched (the
-target's folder with its own MTP module, head=native_mtp), safetensors (this project's own tensor names), published (a
-head that another project published, in the layout that it came in).
+Formats: vllm, sglang, speculators, eagle, medusa, transformers, gguf (for llama.cpp's converter), openvino (for
+optimum-intel), stitched (the target's folder with its own MTP module, head=native_mtp), safetensors (this project's own
+tensor names), published (a head that another project published, in the layout that it came in).
 
 With push= the checkpoint itself goes to the Hugging Face Hub, in one commit with its figures, its page and a model
 card. Afterwards checkpoint=user/name loads it everywhere. It needs a token that may write: `hf auth login`, or the

@@ -1,14 +1,22 @@
 """A draft model as an ordinary folder of transformers (docs/file-formats.md, section 3)."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from specdec.export.family import SAMPLING_NOTE, SGLANG_STEPS, EngineRules, ExportFamily
 from specdec.export.layout import Layout
 from specdec.heads.draft import Draft
 from specdec.target.model import load_tokenizer
 
+# of transformers' generate, which reads them in the assistant's folder alone: every round has as many drafts
+FIXED_DRAFTS: dict[str, Any] = {
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.0,
+    "assistant_ensemble_weight": None,
+}
 DROPPED_FIELDS = ("dtype", "_name_or_path", "_model_name_or_path")  # of transformers' configuration, not of the model
 
 
@@ -26,10 +34,11 @@ def write_language_model(drafter: Draft) -> Layout:
     tensors = {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
     tokenizer = load_tokenizer(drafter.target.name, trust_remote_code=drafter.target.trust_remote_code)
 
-    def write_companions(folder: Path) -> None:
+    def write_companions(folder: Path, num_drafts: int) -> None:
         tokenizer.save_pretrained(folder)
-        if model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
+        settings = model.generation_config or GenerationConfig()
+        settings.update(num_assistant_tokens=num_drafts, **FIXED_DRAFTS)
+        settings.save_pretrained(folder)
 
     return Layout(tensors, config, write_companions=write_companions)
 

@@ -11,6 +11,7 @@ from specdec.export import layout, speculators
 from specdec.export.family import (
     LLAMA_CPP,
     NVIDIA_WINDOW,
+    OPENVINO,
     SAFEAILAB,
     SAMPLING_NOTE,
     SGLANG,
@@ -154,6 +155,22 @@ def write_sglang3(drafter: Eagle3) -> Layout:
     for prefix in map(LAYER.format, range(1, 1 + len(drafter.further))):
         tensors[f"{prefix}hidden_norm.weight"] = tensors[f"{prefix}input_layernorm.weight"].clone()
     return replace(plain_layout, tensors=tensors)
+
+
+def write_openvino(drafter: Eagle3) -> Layout:
+    """EAGLE-3 for optimum-intel: always with d2t and t2d, and with the numbers of the layers whose outputs it reads.
+
+    OpenVINO GenAI counts outputs of layers, as SGLang does: a hidden state is the output of the layer before.
+    """
+    plain_layout = write_eagle3(drafter)
+    device = drafter.fc.weight.device
+    whole = {
+        "d2t": torch.zeros(drafter.vocab_size, dtype=torch.long, device=device),
+        "t2d": torch.ones(drafter.target.vocab_size, dtype=torch.bool, device=device),
+    }
+    outputs = [number - 1 for number in drafter.target_layers]
+    config = plain_layout.config | {"hidden_layers_list": outputs}
+    return replace(plain_layout, tensors=whole | plain_layout.tensors, config=config)
 
 
 def write_peagle(drafter: PEagle) -> Layout:
@@ -369,10 +386,19 @@ def refuse_peagle(engine: str) -> EngineRules:
     return EngineRules([Clause(f"{engine} has no P-EAGLE: take format=vllm or speculators.")])
 
 
-ROPE_REFUSAL = Clause(
-    "SafeAILab's code has no rotary embedding of the type {value}: take format=vllm.",
-    lambda drafter: "".join({drafter.config.rope_parameters["rope_type"]} - {"default", "linear", "dynamic"}),
-)
+def refuse_count(reader: str) -> Clause:
+    """The refusal of a reader of exactly three hidden states."""
+    text = f"{reader} takes EAGLE-3 heads of exactly three hidden states."
+    return Clause(text, lambda drafter: len(drafter.target_layers) != 3)
+
+
+def refuse_rope(engine: str, *known_types: str) -> Clause:
+    """The refusal of rotary embeddings that an engine lacks."""
+    text = f"{engine} has no rotary embedding of the type {{value}}: take format=vllm."
+    return Clause(text, lambda drafter: "".join({drafter.config.rope_parameters["rope_type"]} - set(known_types)))
+
+
+ROPE_REFUSAL = refuse_rope(SAFEAILAB, "default", "linear", "dynamic")
 EAGLE = ExportFamily(
     kind="eagle",
     head_class=Eagle,
@@ -424,7 +450,12 @@ EAGLE3 = ExportFamily(
     read=read_eagle3,
     public_names=map_eagle3_names,
     container_field="norm_before_residual",
-    writers={"": write_eagle3, "sglang": write_sglang3, "speculators": write_eagle3_container},
+    writers={
+        "": write_eagle3,
+        "openvino": write_openvino,
+        "sglang": write_sglang3,
+        "speculators": write_eagle3_container,
+    },
     engines={
         "eagle": EngineRules(
             [
@@ -443,13 +474,24 @@ EAGLE3 = ExportFamily(
             [
                 refuse_layers(LLAMA_CPP),
                 refuse_parts(LLAMA_CPP, "fc_norm", "norm_output", OWN_EMBEDDING),
-                Clause(
-                    "llama.cpp's converter takes EAGLE-3 heads of exactly three hidden states.",
-                    lambda drafter: len(drafter.target_layers) != 3,
-                ),
+                refuse_count("llama.cpp's converter"),
                 refuse_windows(LLAMA_CPP),
             ],
             options=[TARGET_FOLDER],
+        ),
+        "openvino": EngineRules(
+            [
+                refuse_layers(OPENVINO),
+                refuse_parts(OPENVINO, "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
+                Clause(
+                    f"{OPENVINO} gives a head the target's embedding, and this head has its own: take format=vllm.",
+                    lambda drafter: drafter.embedding is not None,
+                ),
+                refuse_windows(OPENVINO),
+                refuse_count(OPENVINO),
+                # the others change with the length of a text, and the conversion traces one length
+                refuse_rope(OPENVINO, "default", "linear", "llama3", "yarn"),
+            ]
         ),
         "sglang": EngineRules(
             [
@@ -481,6 +523,7 @@ PEAGLE = replace(
     engines={
         "eagle": refuse_peagle(SAFEAILAB),
         "gguf": refuse_peagle(LLAMA_CPP),
+        "openvino": refuse_peagle(OPENVINO),
         "sglang": refuse_peagle(SGLANG),
         "speculators": EngineRules(settings=PARALLEL),
         "vllm": EngineRules(notes=[SAMPLING_NOTE], settings=PARALLEL),

@@ -12,7 +12,8 @@ from specdec.export.layout import Layout, Parsed, Tensors, read_container_layers
 from specdec.heads.base import Drafter
 from specdec.target.model import Target
 
-SAFEAILAB, LLAMA_CPP, SGLANG = "SafeAILab's code", "llama.cpp", "SGLang"  # as in engine_facts.yaml
+# as in engine_facts.yaml
+SAFEAILAB, LLAMA_CPP, SGLANG, OPENVINO = "SafeAILab's code", "llama.cpp", "SGLang", "OpenVINO GenAI"
 
 
 def always(drafter: Any) -> bool:

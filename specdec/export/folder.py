@@ -43,7 +43,7 @@ def write_folder(form: ExportForm, out: Path, *, dtype: torch.dtype, num_drafts:
             for name, value in form.layout.pickles.items():
                 torch.save(_cast_tensors(value, tensor_dtype), partial / name)
             if form.layout.write_companions is not None:
-                form.layout.write_companions(partial)
+                form.layout.write_companions(partial, num)
             (partial / "README.md").write_text(card)
     except RuntimeError as error:  # torch.save on a full disk
         raise files.describe_write_error(out, error) from error

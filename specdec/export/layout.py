@@ -37,7 +37,8 @@ class Layout:
     config: dict
     # files of torch.save with tensors that engines want apart
     pickles: Mapping[str, object] = field(default_factory=dict)
-    write_companions: Callable[[Path], None] | None = None  # writer of further files into the folder
+    # writer of further files into the folder, with the number of drafts in a round
+    write_companions: Callable[[Path, int], None] | None = None
     fill_folder: Callable[[Path], int] | None = None  # writer of the whole folder instead -> bytes of the head
     weights: str = "model.safetensors"  # name of the file with the tensors
     keeps_dtypes: bool = False  # whether tensors are written in their own dtypes

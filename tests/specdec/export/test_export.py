@@ -1,6 +1,7 @@
 """Exported folders: the heads and targets that a format refuses, the fields of config.json, and the model card."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from specdec.heads.eagle import Eagle, Eagle3
 from specdec.heads.medusa import Medusa
 from specdec.heads.mtp import MTP
 from specdec.measuring.model_card import make_card, write_export
+from specdec.measuring.record import Record
 from specdec.measuring.report import Report
 from specdec.target import attention
 from specdec.target.model import Target
@@ -25,13 +27,13 @@ from tests.support.drafters import make_drafter
 from tests.support.exports import (
     ALL_NORMS,
     REPORT,
-    SERVED,
     export,
     make_exact,
     make_form,
     make_medusa2,
     make_provenance,
 )
+from tests.support.records import make_document
 from tests.support.targets import make_target, save_target
 
 OTHER_ROPE = {
@@ -55,7 +57,7 @@ REFUSALS = [
            ("hydra", "vllm", "safetensors, which takes all"),
            ("medusa", "sglang", "medusa, vllm"), ("mtp", "gguf", "sglang, vllm"),
            ("eagle", "speculators", "eagle, sglang, vllm"), ("dspark", "eagle", "gguf, sglang, speculators, vllm"),
-          ("eagle", "medusa", "eagle, sglang, vllm"), ("eagle3", "transformers", "eagle, gguf, sglang"))),
+          ("eagle", "medusa", "eagle, sglang, vllm"), ("eagle3", "transformers", "eagle, gguf, openvino, sglang"))),
     *(("medusa2", False, {}, form, "merged_target=DIR") for form in ("vllm", "medusa")),
     ("medusa2", False, {}, "sglang", r"and not Medusa2 \(medusa2\)"),
     ("eagle3", False, {}, "published", "format=published is for heads that other projects published"),
@@ -82,34 +84,39 @@ REFUSALS = [
     ("mtp", False, {"intermediate_size": 20}, "vllm",
         "intermediate_size is 48 and not 20. Train with the target's sizes"),
     *(("eagle3", False, {"target_layers": layers}, form, "Train with other target_layers")
-      for layers in ([2, 5, 8], [0, 3, 5]) for form in ("vllm", "sglang", "gguf", "speculators")),
+      for layers in ([2, 5, 8], [0, 3, 5]) for form in ("vllm", "sglang", "gguf", "speculators", "openvino")),
     ("dflash", False, {"target_layers": [2, 8]}, "vllm", "Train with other target_layers"),
     ("eagle", False, {"fc_bias": True}, "vllm", "take format=sglang or eagle"),
     *(("medusa", True, {"own_output": True}, form, "vocab_size=null or own_output=false")
       for form in ("vllm", "medusa")),
     ("medusa", False, {"num_blocks": 2}, "medusa", "num_blocks=1, or take format=vllm"),
-    *(("eagle3", False, {switch: True}, "eagle", "which this head was trained with: take format=vllm")
-      for switch in ALL_NORMS),
+    *(("eagle3", False, {switch: True}, form, "which this head was trained with: take format=vllm")
+      for switch in ALL_NORMS for form in ("eagle", "openvino")),
+    ("eagle3", False, {"own_embedding": True}, "openvino", "gives a head the target's embedding, and this head has"),
+    ("eagle3", False, {"block": {"qk_norm": True}}, "openvino", "has no norms of queries and keys"),
+    ("eagle3", False, {"block": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}}},
+        "openvino", "no rotary embedding of the type dynamic"),
     *(("eagle3", False, {switch: True}, "gguf", "which this head was trained with: take format=vllm")
       for switch in ("norm_features", "norm_output")),
     ("eagle3", False, {"norm_before_residual": True}, "sglang", "take format=vllm"),
     ("eagle3", False, {"target_layers": [1, 4, 6]}, "eagle", "Train with target_layers=null"),
-    ("eagle3", False, {"target_layers": [1, 2, 4, 6]}, "gguf", "exactly three hidden states"),
+    *(("eagle3", False, {"target_layers": [1, 2, 4, 6]}, form, "exactly three hidden states")
+      for form in ("gguf", "openvino")),
     *(("eagle3", False, {"num_layers": 2}, form,
         "has no EAGLE-3 of several layers: take format=vllm or speculators")
-      for form in ("eagle", "gguf")),
+      for form in ("eagle", "gguf", "openvino")),
     ("dspark", False, {}, "sglang", "reads none for DSpark, .*train with head.drafter.mask_token=ID"),
     ("dflash", False, {}, "sglang",
         "over a row of the target's embedding, where .* has no unused one: take format=vllm"),
     *(("peagle", False, {}, form, "has no P-EAGLE: take format=vllm or speculators") for form in ("eagle",
-        "sglang", "gguf")),
+        "sglang", "gguf", "openvino")),
     ("peagle", False, {"norm_output": True}, "speculators", "take format=vllm"),
     ("dflash", False, {"window": 4}, "gguf", "has no sliding layers in drafters: take format=vllm or speculators"),
     ("dflash", False, {"window": 4, "full_layers": [1]}, "speculators", "vLLM takes all layers .* as causal"),
     ("dspark", False, {"window": 4}, "gguf",
         "llama.cpp has no sliding layers in drafters: take format=vllm or speculators"),
     *(("eagle3", False, {"window": 4}, form, "has no sliding layers in drafters: take format=vllm or speculators")
-      for form in ("eagle", "gguf")),
+      for form in ("eagle", "gguf", "openvino")),
     ("eagle3", False, {"window": 4, "num_layers": 2, "full_layers": [1]}, "sglang",
         "one window for all layers of a head"),
 ]  # fmt: skip
@@ -323,14 +330,15 @@ def test_a_markov_head_of_a_draft_vocabulary_gets_a_row_for_every_token():
 def test_the_card_states_provenance_figures_and_commands(target, tmp_path, form):
     drafter = make_exact(target, "eagle3", True)
     engine_form, out = make_form(drafter, form), tmp_path / "out"
-    given = {"served_figures": SERVED, "training_data": "answers.jsonl", "license": "apache-2.0", "num_drafts": 2}
-    provenance = make_provenance(drafter, report=Report.from_json(REPORT), **given)
+    served = Record.model_validate_json(json.dumps(make_document()))
+    given = {"training_data": "answers.jsonl", "license": "apache-2.0", "num_drafts": 2}
+    provenance = make_provenance(drafter, report=Report.from_json(REPORT), records={"": served}, **given)
     write_export(engine_form, out, dtype=torch.float32, provenance=provenance)
     card = (out / "README.md").read_text()
     for text in ("license: apache-2.0", "base_model: tiny", "answers.jsonl", "fingerprint f00",
        "| hidden states read | 2, 4, 5 |",
                  "| checkpoint | run/step |", "8 prompts, temperature 0, chain of 3 | 1.50 (1.25 .. 1.75)",
-                 "| vLLM 0.32.0 | the same | 1.900 (-5.0 %) |",
+                 "repeat 8/8, not checked: control | 1.75 (1.60 .. 1.90); 1.50 (1.40 .. 1.60) times plain |",
                  "With 2 drafts a round:", str(out)):  # fmt: skip
         assert text in card
     lines = engine_form.launch_lines(target="tiny", out=str(out), num=2)
@@ -361,7 +369,8 @@ def test_generate_of_transformers_drafts_as_many_tokens_as_the_launch_line_says(
     target = save_target(tmp_path / "target")
     drafter = Draft(target, num_layers=1).eval()
     form = make_form(drafter, "transformers")
-    write_export(form, tmp_path / "out", dtype=torch.float32, provenance=make_provenance(drafter))
+    provenance = replace(make_provenance(drafter), num_drafts=num)
+    write_export(form, tmp_path / "out", dtype=torch.float32, provenance=provenance)
     line = form.launch_lines(target=target.name, out=str(tmp_path / "out"), num=num)["transformers"]
     drafted, draft = [], AssistedCandidateGenerator.get_candidates
 

@@ -18,6 +18,7 @@ from tests.support.exports import (
     ALL_NORMS,
     CONTAINED,
     DEPTH,
+    OPENVINO3,
     OTHER_BLOCK,
     REFERENCE_MEDUSA,
     SAFEAILAB1,
@@ -59,6 +60,7 @@ CASES = [
         "norm_before_fc")),
     *(("eagle3", arguments, "sglang", SGLANG3) for arguments in ({}, LAYERS, {"num_layers": 3})),
     ("eagle3", {"window": 4}, "sglang", SGLANG3),
+    *(("eagle3", arguments, "openvino", OPENVINO3) for arguments in ({}, LAYERS, OTHER, {"own_output": False})),
     *(("eagle3", {**CONTAINED, **layers}, "speculators", EAGLE3) for layers in ({}, LAYERS)),
     *(("eagle3", arguments, form, EAGLE3) for form in ("vllm", "speculators")
       for arguments in (OTHER, LAYERS, {"own_output": False}, {"num_layers": 3}, {"window": 4})),
@@ -170,7 +172,7 @@ def test_weights_are_cast_to_the_dtype_and_vocabulary_maps_are_not(target, tmp_p
 def test_a_failure_while_writing_leaves_nothing(target, tmp_path):
     drafter = make_exact(target, "eagle")
 
-    def full(folder):
+    def full(folder, num_drafts):
         raise OSError("no space left on device")
 
     form = make_form(drafter, "vllm")
