@@ -25,6 +25,7 @@ from specdec.core import fast, masks, span_attention
 from specdec.core.cache_memory import CacheMemory, EntryShape, Groups, count_free_bytes, make_groups
 from specdec.core.cached_keys import MAX_PENDING, CachedKeys, attend_cached, find_cached_keys
 from specdec.core.devices import upload_values
+from specdec.core.masked_attention import attend_masked
 from specdec.core.span_attention import Span
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")  # since transformers 5.24, and before it and in code of checkpoints
@@ -410,7 +411,7 @@ class RowCache(transformers.Cache):
         keys, values = self.update(key, value, layer)
         if isinstance(mask, CachedKeys):
             return attend_cached(query, keys, values, mask, scale=query.shape[-1] ** -0.5)
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+        return attend_masked(query, keys, values, mask)
 
     def visible_keys(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer: [B, heads, visible, head_dim] each"""

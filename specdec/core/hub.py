@@ -25,11 +25,13 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import filter_repo_objects
 
 from specdec.core import untrusted
 
-# Files of a checkpoint (docs/file-formats.md, section 2). Nothing else of a repository is downloaded.
-FILES = ("drafter.json", "drafter.safetensors", "SHA256SUMS", "report.json", "served.json", "about.json")
+RECORDS = "record*.json"  # names of the records of a head in engines (specdec/measuring/record.py)
+# Files of a checkpoint (docs/file-formats.md, section 2), by pattern. Nothing else of a repository is downloaded.
+FILES = ("drafter.json", "drafter.safetensors", "SHA256SUMS", "report.json", RECORDS, "about.json")
 # Files of a published head (specdec/export/published.py): small files, and weights
 HEAD_FILES = ("config.json", "model.safetensors.index.json", "mask_embedding.pt", "token_map.pt")
 HEAD_WEIGHTS = ("*.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
@@ -193,7 +195,8 @@ def push_files(repo: str, contents: dict[str, Path | bytes], *, private: bool = 
     api = HfApi()
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        old = set(api.list_repo_files(repo)) & {*FILES, *ONLY_SHOWN} - contents.keys()
+        names = filter_repo_objects(api.list_repo_files(repo), allow_patterns=[*FILES, *ONLY_SHOWN])
+        old = set(names) - contents.keys()
         added = [CommitOperationAdd(name, content) for name, content in contents.items()]
         deleted = [CommitOperationDelete(name) for name in sorted(old)]
         return api.create_commit(repo, operations=[*added, *deleted], commit_message=message)

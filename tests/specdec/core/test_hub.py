@@ -86,9 +86,9 @@ def test_one_commit_replaces_all_files(hub, target, pushed, tmp_path):
     """Figures of an earlier head must not stay beside a new one."""
     folder = tmp_path / "saved" / "1"
     save(target, folder, 1)
-    (folder / "served.json").write_text("{}")
+    (folder / "record-vllm.json").write_text("{}")
     push(folder)
-    (folder / "served.json").unlink()
+    (folder / "record-vllm.json").unlink()
     push(folder)
     repository = hub.repositories[NAME]
     assert len(repository.commits) == 4  # the empty one, and one for each push
