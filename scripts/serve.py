@@ -7,8 +7,9 @@
 http://localhost:8000 is a page on which drafted and plain answers are written side by side. Beside OpenAI's fields,
 requests may have top_k, repetition_penalty, ignore_eos, structured_outputs, chat_template_kwargs, and speculate=false
 for an answer without drafts. record=FOLDER records conversations, to train on them (docs/adapting.md); nothing is
-recorded without it. Ctrl-C or SIGTERM: running answers are finished, a second one ends them. docs/serving.md says when
-to serve with vLLM, SGLang or llama.cpp instead.
+recorded without it. allow_weights=FOLDER: POST /v1/draft_weights {"folder": .., "version": ..} loads another head from
+there, which drafts all later answers. Ctrl-C or SIGTERM: running answers are finished, a second one ends them.
+docs/serving.md says when to serve with vLLM, SGLang or llama.cpp instead.
 """
 
 from specdec.options.command_line import read_command

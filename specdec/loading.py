@@ -220,11 +220,18 @@ def load_proposer(options: ProposerOptions, target: TargetOptions, drafting: Dra
     """
     head = options.proposer_settings.get("checkpoint", options.checkpoint)
     folder = checkpoint.resolve(head) if head else None
-    name = options.proposer or proposers.AUTO
-    if options.proposer is None and folder is not None and not issubclass(checkpoint.read_head_class(folder), Drafter):
-        name = proposers.HEAD
-    config = proposers.configure(name, settings=options.proposer_settings, drafting=drafting, checkpoint=head)
+    name, config = configure_proposer(options, drafting, head, folder)
     opened = load_target(target, default=find_target_name(folder, target.name) if folder else None)
     proposer = proposers.make_proposer(config, opened.target)
     warn_adapted(folder, opened.target)
     return LoadedProposer(**vars(opened), name=name, proposer=proposer, checkpoint=folder)
+
+
+def configure_proposer(
+    options: ProposerOptions, drafting: Drafting, head: str | None, folder: Path | None
+) -> tuple[str, proposers.Config]:
+    """Name and configuration of the proposer of options, with a head, whose folder this is. See `load_proposer`."""
+    name = options.proposer or proposers.AUTO
+    if options.proposer is None and folder is not None and not issubclass(checkpoint.read_head_class(folder), Drafter):
+        name = proposers.HEAD
+    return name, proposers.configure(name, settings=options.proposer_settings, drafting=drafting, checkpoint=head)

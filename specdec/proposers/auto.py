@@ -170,16 +170,10 @@ class AutoProposer(Proposer):
         sampling = sampling.costliest if isinstance(sampling, RowSampling) else sampling
         conditions = find_costs_file(describe_conditions(verifier, sampling))
         if conditions not in self.costs_by_file:
-            self.costs_by_file[conditions] = MeasuredCosts(
-                verifier, sampling, linear=self.linear, progress=self._show_progress
-            )
+            self.costs_by_file[conditions] = MeasuredCosts(verifier, sampling, linear=self.linear)
         self.costs = self.costs_by_file[conditions]
         if self.num_rows:
-            self.costs.prepare(self.num_rows)
-
-    def _show_progress(self, items, title):
-        """The items, shown as the command of today shows them: `progress` may be set after the costs were made."""
-        return self.progress(items, title)
+            self.costs.prepare(self.num_rows, self.progress)
 
     def begin(self, tokens, num):
         for member in self.members:
@@ -191,7 +185,7 @@ class AutoProposer(Proposer):
             self.num_rows, self.speedup = len(tokens), (0.0, 0.0)
         self.round = None
         assert self.costs is not None
-        self.costs.prepare(len(tokens))
+        self.costs.prepare(len(tokens), self.progress)
 
     def commit(self, tokens, features, num, counts):
         if self.head:
@@ -214,7 +208,7 @@ class AutoProposer(Proposer):
             member.select(rows, answer_lengths)
         self.newest = [self.newest[row] for row in rows]
         if len(rows) > self.num_rows and self.costs is not None:
-            self.costs.prepare(len(rows))
+            self.costs.prepare(len(rows), self.progress)
         self.num_rows = len(rows)
 
     def replace(self, rows, answer_lengths, opening):

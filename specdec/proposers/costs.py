@@ -48,7 +48,7 @@ def describe_conditions(verifier: Verifier, sampling: AnySampling) -> dict[str, 
     target = verifier.target
     on_cuda = target.device.type == "cuda"
     return {
-        "machine": torch.cuda.get_device_name(target.device) if on_cuda else _processor(),
+        "machine": torch.cuda.get_device_name(target.device) if on_cuda else describe_processor(),
         "threads": 0 if on_cuda else torch.get_num_threads(),
         "torch": torch.__version__,
         "code": digest_sources(*TIMED_CODE),
@@ -104,8 +104,11 @@ class Costs:
         self.sizes, self.steps = tuple(sizes), steps
         self.corrections: dict[int, Correction] = {}  # corrections by batch size
 
-    def prepare(self, batch_size: int) -> None:
-        """Measures the costs that a batch needs, which may lose rows, now and not within a round."""
+    def prepare(self, batch_size: int, progress: Progress = lambda items, _: items) -> None:
+        """Measures the costs that a batch needs, which may lose rows, now and not within a round.
+
+        progress: wrapper of the sizes that are measured; its second argument is a title
+        """
 
     def curve(self, batch_size: int) -> Curve:
         """Seconds by nodes, as they are now."""
@@ -138,21 +141,18 @@ class Costs:
 
 
 class MeasuredCosts(Costs):
-    """The costs of this device, read from disk, and measured if they are missing.
+    """The costs of this device, read from disk, and measured if they are missing."""
 
-    progress: wrapper of the sizes that are measured; its second argument is a title
-    """
-
-    def __init__(self, verifier: Verifier, sampling: Sampling, *, linear: bool, progress: Progress):
+    def __init__(self, verifier: Verifier, sampling: Sampling, *, linear: bool):
         self.make_timer = functools.partial(PassTimer, verifier, sampling, linear=linear)
-        self.by_shape, self.progress = verifier.runner.by_shape, progress  # by_shape: every shape is compiled
+        self.by_shape = verifier.runner.by_shape  # whether every shape is compiled
         self.limit = verifier.target.max_positions or sys.maxsize
         self.conditions = describe_conditions(verifier, sampling)
         # Several processes that hold one target may see different files, and must decide alike
         self.path = find_costs_file(self.conditions) if verifier.target.share.size == 1 else None
         super().__init__(self._read(), sizes=SIZES if self.by_shape else sorted({*range(1, 10), *SIZES}))
 
-    def prepare(self, batch_size):
+    def prepare(self, batch_size, progress=lambda items, _: items):
         standard_sizes = () if self.by_shape else ROWS
         smaller_sizes = [size for size in standard_sizes if size < batch_size]
         for size in [*smaller_sizes, min(batch_size, max(standard_sizes, default=batch_size))]:
@@ -160,15 +160,15 @@ class MeasuredCosts(Costs):
                 with lock_cached(self.path):  # another process may measure it now
                     self.table = self._read() | self.table
                     if self._lacks(size):
-                        self._measure(size)
+                        self._measure(size, progress)
 
     def _lacks(self, batch_size: int) -> bool:
         """Whether a batch size must be measured. Where shapes are not compiled, others are interpolated."""
         between = not self.by_shape and self.table and min(self.table) <= batch_size <= max(self.table)
         return batch_size not in self.table and not between
 
-    def _measure(self, batch_size: int) -> None:
-        timed_sizes = self.progress(
+    def _measure(self, batch_size: int, progress: Progress) -> None:
+        timed_sizes = progress(
             [num for num in SIZES if 2 * num < self.limit], f"costs of {format_count(batch_size, 'row')}"
         )
         measured = self.make_timer(batch_size).measure(timed_sizes)
@@ -309,7 +309,8 @@ def read_costs(path: Path) -> Costs:
     return make_costs(ratios, plain=plain, absorb=absorb, step=step)
 
 
-def _processor() -> str:
+def describe_processor() -> str:
+    """The name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

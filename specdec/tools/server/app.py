@@ -22,9 +22,18 @@ from specdec.core.generation import Ends, count_rounds_reaching
 from specdec.core.wording import format_count
 from specdec.text import token_text
 from specdec.tools.grammar.grammar import Grammar
-from specdec.tools.server.engine import End, Engine, Event, Job, ServedRound
-from specdec.tools.server.protocol import ChatRequest, CompletionRequest, RequestError, RequestSettings, parse_request
+from specdec.tools.server.engine import Engine
+from specdec.tools.server.lane import End, Event, Job, ServedDrafter, ServedRound
+from specdec.tools.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    RequestError,
+    RequestSettings,
+    WeightsRequest,
+    parse_request,
+)
 from specdec.tools.server.record import Exchange, Recorder
+from specdec.tools.server.weights import WeightsFolder
 
 MAX_BODY = 1 << 22  # bytes of a request: above the text of any prompt that a target can read
 NO_RETRY = {"x-should-retry": "false"}  # header for OpenAI's clients, which otherwise ask again after such an error
@@ -39,10 +48,11 @@ class ServerContext:
         and these fields with the server's defaults. Raises ValueError if the template refuses them.
     compile_grammar: raises ValueError for a grammar that cannot be used
     stop: token ids that end an answer
-    model: name of the target, which requests may give; head: name of the checkpoint that drafts
+    model: name of the target, which requests may give
     max_length: tokens of a prompt and its answer; timeout: seconds of a request
-    page: HTML of the live page
+    render_page: function of what drafts. Returns the HTML of the live page
     recorder: writer of answered requests; None: nothing is recorded
+    weights: folder of heads that may be loaded; None: none may be
     """
 
     engine: Engine
@@ -52,11 +62,11 @@ class ServerContext:
     compile_grammar: Callable[[Grammar], Constraint | None]
     stop: frozenset[int]
     model: str
-    head: str | None = None
     max_length: int = 4096
     timeout: float = 600.0
-    page: str = ""
+    render_page: Callable[[ServedDrafter], str] = lambda drafter: drafter.title
     recorder: Recorder | None = None
+    weights: WeightsFolder | None = None
 
     @cached_property
     def decoder(self) -> TextDecoder:
@@ -107,12 +117,14 @@ class Answer:
             return
         generation, grammar = job.request.generation, settings.grammar()
         (tokens,), (accepted,) = generation.tokens, generation.accepted
+        drafter = job.drafter or ServedDrafter()
         fields: dict[str, Any] = {
             "id": self.recorded_as,
             "finish": reason,
             "seed": settings.seed,
             "grammar": grammar and grammar.to_row(),
-            "head": self.served.head if self.served.engine.lane_of(job).decoder.proposer else None,
+            "head": drafter.checkpoint,
+            "head_version": drafter.version,
             **self.rendering,
         }
         exchange = Exchange(
@@ -132,7 +144,7 @@ class Answer:
         """OpenAI's `usage` with the counts of drafts. The answer must have ended, as the engine counts until then."""
         generation = self.job.request.generation
         (tokens,), (accepted,), drafted = generation.tokens, generation.accepted, sum(generation.drafted)
-        shape = self.served.engine.describe_shape(self.job)
+        shape = self.job.shape if self.job.speculate else None  # words on drafts that a seed changes
         return {
             "prompt_tokens": len(self.job.prompt),
             "completion_tokens": len(tokens),
@@ -187,7 +199,7 @@ def make_app(served: ServerContext) -> Starlette:
         await asyncio.to_thread(served.engine.stop)
 
     async def page(_: Request) -> Response:
-        return HTMLResponse(served.page)
+        return HTMLResponse(served.render_page(served.engine.drafts.drafter))
 
     async def health(_: Request) -> Response:
         engine = served.engine
@@ -195,6 +207,7 @@ def make_app(served: ServerContext) -> Starlette:
             "status": "ok" if engine.alive else "dead",
             "running": engine.num_running,
             "waiting": engine.num_waiting,
+            "draft_version": engine.drafts.drafter.version,
         }
         if served.recorder:
             state["recording"] = not served.recorder.stopped
@@ -202,6 +215,8 @@ def make_app(served: ServerContext) -> Starlette:
 
     async def models(_: Request) -> Response:
         model = {"id": served.model, "object": "model", "owned_by": "specdec", "max_model_len": served.max_length}
+        model["rows"] = served.engine.plain.max_requests
+        model["draft"] = {**served.engine.drafts.drafter.to_json(), "takes_weights": served.weights is not None}
         return JSONResponse({"object": "list", "data": [model]})
 
     return Starlette(
@@ -211,6 +226,8 @@ def make_app(served: ServerContext) -> Starlette:
             Route("/v1/models", models),
             Route("/v1/chat/completions", partial(_complete, served, ChatRequest), methods=["POST"]),
             Route("/v1/completions", partial(_complete, served, CompletionRequest), methods=["POST"]),
+            Route("/v1/draft_weights", partial(_load_weights, served), methods=["POST"]),
+            Route("/tokenize", partial(_tokenize, served), methods=["POST"]),
         ],
         lifespan=lifespan,
         exception_handlers={RequestError: _refuse, 404: _refuse_path, 405: _refuse_path},
@@ -228,6 +245,12 @@ async def _refuse_path(request: Request, error: Exception) -> Response:
         f"There is no {request.method} {request.url.path} here; see /v1/models, /v1/chat/completions, /v1/completions."
     )
     return JSONResponse(RequestError(message, status=status).to_json(), status)
+
+
+async def _tokenize(served: ServerContext, request: Request) -> Response:
+    """The token ids of the prompt that messages become, as vLLM's path of that name gives them."""
+    tokens, _ = _encode_prompt(served, parse_request(ChatRequest, await _read_body(request)))
+    return JSONResponse({"tokens": tokens, "count": len(tokens)})
 
 
 async def _complete(served: ServerContext, kind: type[RequestSettings], request: Request) -> Response:
@@ -250,6 +273,15 @@ async def _complete(served: ServerContext, kind: type[RequestSettings], request:
         client_gone.cancel()
         whole.cancel()
         served.engine.give_up(answer.job)
+
+
+async def _load_weights(served: ServerContext, request: Request) -> Response:
+    """Loads a head that drafts from now on."""
+    if served.weights is None:
+        raise RequestError("This server takes no weights: start it with allow_weights=FOLDER.", status=403)
+    weights = parse_request(WeightsRequest, await _read_body(request))
+    seconds = await asyncio.to_thread(served.weights.load, weights.folder, weights.version)
+    return JSONResponse({"version": weights.version, "seconds": seconds})
 
 
 async def _read_body(request: Request) -> bytes:

@@ -1,187 +1,53 @@
 """Decodes requests that come at any time, in one thread.
 
 It has a batch of drafted answers, one of plain answers, and one of sampled answers with a seed, whose drafts must not
-depend on clocks or on other requests.
+depend on clocks or on other requests. What drafts can be replaced between two rounds: answers that run keep theirs.
 """
 
 import contextlib
+import functools
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal
 
-import torch
-
-from specdec.core.constraint import Constraint
-from specdec.core.generation import Ends
-from specdec.core.sampling import Sampling
-from specdec.decoding.batch import Batch, BatchRound, Request
 from specdec.decoding.decoder import Decoder
-from specdec.decoding.prefill import Prefill
+from specdec.tools.server.lane import DECODE_FAILED, End, Job, Lane, ServedDrafter
 
 LOG = logging.getLogger(__name__)
-MAX_PADDED_TOKENS = 8192  # tokens of prompts that are read together, padded to the longest; one prompt may have more
-DECODE_FAILED = "The server could not decode this ({}: {})."
-Reason = Literal["stop", "length", "timeout", "error"]
 
 
 @dataclass(frozen=True)
-class ServedRound:
-    """The result of one round for one request.
+class DraftLanes:
+    """The lanes of one drafter's answers.
 
-    tokens: emitted tokens: accepted drafts, then the target's own token; empty where the answer had ended before
-    accepted: number of accepted drafts
-    drafted: nodes of the tree without the root; None for the first token, which comes from the prompt's pass
-    milliseconds: time of the whole round, with all its rows
+    steady: lane of sampled answers with a seed; `usual` or the plain lane where no other is needed
+    lanes: lanes of this drafter alone
     """
 
-    tokens: list[int]
-    accepted: int = 0
-    drafted: int | None = None
-    milliseconds: float = 0.0
+    usual: Lane
+    steady: Lane
+    lanes: list[Lane]
+
+    @property
+    def drafter(self) -> ServedDrafter:
+        """The description for clients."""
+        assert self.usual.drafter is not None
+        return self.usual.drafter
 
 
 @dataclass(frozen=True)
-class End:
-    """The last event of a request. message: cause of a `timeout` or an `error`"""
+class Replacement:
+    """What drafts next.
 
-    reason: Reason
-    message: str = ""
-
-
-Event = ServedRound | End
-
-
-@dataclass(eq=False)
-class Job:
-    """A request and its settings in the engine.
-
-    deliver: function that is called with every event, in the engine's thread; it must not wait
-    speculate: whether the answer is decoded with drafts
-    deadline: time.monotonic() at which it is given up; None for never
-    constraint: constraint of a grammar that the answer follows; None for a free answer
+    warm_up: rounds that come before; result: True once it drafts, False if the engine has ended, or an error
     """
 
-    prompt: list[int]
-    max_new_tokens: int
-    sampling: Sampling
-    ends: Ends
-    deliver: Callable[[Event], None]
-    seed: int | None = None
-    speculate: bool = True
-    deadline: float | None = None
-    constraint: Constraint | None = None
-    request: Request = field(init=False)
-
-    def __post_init__(self):
-        generator = torch.Generator()
-        if self.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(self.seed % 2**63)
-        self.request = Request(
-            self.prompt, self.max_new_tokens, generator, self.sampling, self.ends, constraint=self.constraint
-        )
-
-    def deliver_event(self, event: Event) -> None:
-        try:
-            self.deliver(event)
-        except Exception:  # a client's fault must not end the others' answers
-            LOG.exception("an event could not be delivered")
-            self.request.tokens_left = 0
-
-
-class Lane:
-    """A batch, and the requests that wait to join it.
-
-    max_requests: requests that are decoded at once; prefill_tokens: tokens of prompts that are read between two rounds
-    """
-
-    def __init__(self, decoder: Decoder, max_requests: int, prefill_tokens: int):
-        self.decoder, self.max_requests, self.prefill_tokens = decoder, max_requests, prefill_tokens
-        self.batch: Batch = decoder.batch(max_rows=max_requests)
-        self.waiting: deque[Job] = deque()
-        self.jobs: dict[int, Job] = {}  # {id of the request: job}, while they are read and run
-        self.reading: tuple[list[Job], Prefill] | None = None  # jobs that join next
-
-    def run_round(self) -> BatchRound | None:
-        """Reads on in the prompts of requests that join, then makes one round. Returns it; None if nothing runs."""
-        if self.reading is None:
-            joining = self._take_waiting(self.batch.count_free(self.max_requests))
-            if joining:
-                self.jobs |= {id(job.request): job for job in joining}
-                self.reading = joining, self.batch.prefill([job.request for job in joining])
-        if self.reading is not None:
-            self._read_prompts(*self.reading)
-        return self.batch.run_round() if self.batch.running else None
-
-    def _read_prompts(self, joining: list[Job], prefill: Prefill) -> None:
-        try:
-            self.batch.read(prefill, self.prefill_tokens)
-        except Exception as error:  # the rows that run have not been touched
-            LOG.exception("prompts could not be read")
-            self.reading = None
-            for job in joining:
-                if self.jobs.pop(id(job.request), None):
-                    job.deliver_event(End("error", DECODE_FAILED.format(type(error).__name__, error)))
-            return
-        if not prefill.complete:
-            return
-        self.reading = None
-        for job, tokens in zip(joining, self.batch.admit([job.request for job in joining], prefill)):
-            if id(job.request) in self.jobs:  # it was not given up
-                job.deliver_event(ServedRound(tokens))
-                self._end_finished(job)
-
-    def deliver_round(self, step: BatchRound) -> None:
-        """Delivers to each job the result of a round for it."""
-        for request, tokens, accepted in zip(step.requests, step.tokens, step.accepted):
-            job = self.jobs.get(id(request))
-            if job is None:
-                continue  # it was given up during the round
-            job.deliver_event(ServedRound(tokens, accepted, step.num_drafted, 1e3 * step.cost.seconds))
-            self._end_finished(job)
-
-    def give_up(self, job: Job) -> None:
-        """Removes the request before the next round, if it is here."""
-        if job in self.waiting:
-            self.waiting.remove(job)
-        if self.jobs.pop(id(job.request), None):
-            job.request.tokens_left = 0
-        if self.reading is not None and not any(request_job.request.tokens_left for request_job in self.reading[0]):
-            self.reading[1].cache.release()
-            self.reading = None
-
-    def fail_all(self, message: str) -> None:
-        """Ends every running request with this message. Waiting requests stay."""
-        failed, self.jobs = list(self.jobs.values()), {}
-        with contextlib.suppress(Exception):  # whatever has failed may fail again
-            self.batch.close()
-        self.batch, self.reading = self.decoder.batch(max_rows=self.max_requests), None
-        for job in failed:
-            job.deliver_event(End("error", message))
-
-    def _take_waiting(self, max_jobs: int) -> list[Job]:
-        """Takes the waiting requests that join now, at most `max_jobs`, in the order of their arrival."""
-        joining: list[Job] = []
-        longest = 0
-        while self.waiting and len(joining) < max_jobs:
-            longest = max(longest, len(self.waiting[0].prompt))
-            if joining and longest * (1 + len(joining)) > MAX_PADDED_TOKENS:
-                break
-            joining.append(self.waiting.popleft())
-        return joining
-
-    def _end_finished(self, job: Job) -> None:
-        if not job.request.tokens_left:
-            del self.jobs[id(job.request)]
-            if job.request.fault:
-                job.deliver_event(End("error", job.request.fault))
-            else:
-                job.deliver_event(End("stop" if job.request.ended else "length"))
+    drafts: DraftLanes
+    warm_up: Iterator[None]
+    result: Future[bool] = field(default_factory=Future)
 
 
 class Engine:
@@ -190,24 +56,41 @@ class Engine:
     drafted, plain: decoders of one target; max_requests: requests of each that are decoded at once
     max_waiting: requests that may wait
     prefill_tokens: tokens of prompts that are read between two rounds, for which running requests wait
+    drafter: description of `drafted` for clients
     """
 
     def __init__(
-        self, drafted: Decoder, plain: Decoder, *, max_requests: int, max_waiting: int, prefill_tokens: int = 512
+        self,
+        drafted: Decoder,
+        plain: Decoder,
+        *,
+        max_requests: int,
+        max_waiting: int,
+        prefill_tokens: int = 512,
+        drafter: ServedDrafter | None = None,
     ):
-        self.drafted, self.plain = (Lane(decoder, max_requests, prefill_tokens) for decoder in (drafted, plain))
-        steady = drafted.steady()
-        if steady is drafted:
-            self.seeded = self.drafted
-        else:
-            self.seeded = Lane(steady, max_requests, prefill_tokens) if steady.proposer else self.plain
-        self.lanes = [*dict.fromkeys((self.drafted, self.plain, self.seeded))]
+        self.make_lane = functools.partial(Lane, max_requests=max_requests, prefill_tokens=prefill_tokens)
+        self.plain = self.make_lane(plain, shape="none, because of seed")
+        self.drafts = self.make_lanes(drafted, drafter or ServedDrafter())
+        self.draining: DraftLanes | None = None  # lanes of the drafter before, until its answers have ended
+        self.replacement: Replacement | None = None
         self.max_waiting = max_waiting
         self.changed = threading.Condition()
         self.given_up: list[Job] = []
         self.arrived: list[Job] = []
         self.stopping = False
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def make_lanes(self, decoder: Decoder, drafter: ServedDrafter) -> DraftLanes:
+        """Lanes of a decoder with drafts."""
+        usual = self.make_lane(decoder, drafter=drafter)
+        steady = decoder.steady()
+        if steady is decoder:
+            return DraftLanes(usual, usual, [usual])
+        if steady.proposer is None:
+            return DraftLanes(usual, self.plain, [usual])
+        seeded = self.make_lane(steady, drafter=drafter, shape="fixed, because of seed")
+        return DraftLanes(usual, seeded, [usual, seeded])
 
     def start(self) -> None:
         self.thread.start()
@@ -216,13 +99,20 @@ class Engine:
         """Ends the thread once all submitted jobs have ended."""
         with self.changed:
             self.stopping = True
-            self.changed.notify()
+            self.changed.notify_all()
         if self.thread.ident is not None:
             self.thread.join()
 
     @property
     def alive(self) -> bool:
         return self.thread.is_alive()
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """All lanes, in the order in which they decode."""
+        draining = self.draining
+        usual, *others = self.drafts.lanes
+        return [usual, self.plain, *others, *(draining.lanes if draining else [])]
 
     @property
     def num_running(self) -> int:
@@ -233,17 +123,12 @@ class Engine:
         return len(self.arrived) + sum(len(lane.waiting) for lane in self.lanes)
 
     def lane_of(self, job: Job) -> Lane:
-        """The lane that decodes a job."""
+        """The lane that decodes a job: the one where it is, or would come to now."""
+        if job.lane is not None:
+            return job.lane
         if not job.speculate:
             return self.plain
-        return self.seeded if job.seed is not None and not job.sampling.greedy else self.drafted
-
-    def describe_shape(self, job: Job) -> str | None:
-        """The change of the drafts by a seed, in words; None for no change."""
-        lane = self.lane_of(job)
-        if not job.speculate or lane is self.drafted:
-            return None
-        return "none, because of seed" if lane is self.plain else "fixed, because of seed"
+        return self.drafts.steady if job.fixes_drafts else self.drafts.usual
 
     def submit(self, job: Job) -> bool:
         """Queues a job. Returns whether there was room for it. Raises ValueError for one that cannot be decoded."""
@@ -252,31 +137,106 @@ class Engine:
             if self.num_waiting >= self.max_waiting or self.stopping:
                 return False
             self.arrived.append(job)
-            self.changed.notify()
+            self.changed.notify_all()
         return True
 
     def give_up(self, job: Job) -> None:
         """Ends a job before the next round. No event follows after that."""
         with self.changed:
             self.given_up.append(job)
-            self.changed.notify()
+            self.changed.notify_all()
+
+    # Another drafter
+
+    def await_drained(self) -> bool:
+        """Waits until answers of the drafter before this one have ended. Returns False if the engine stops."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.stopping or self.draining is None)
+            return not self.stopping
+
+    def replace_drafts(self, decoder: Decoder, drafter: ServedDrafter, warm_up: Iterator[None]) -> bool:
+        """Lets another decoder draft all answers that were not begun, and waits until it does.
+
+        warm_up: its steps run between rounds of the requests that run. Raises its error, and nothing has changed then.
+        Returns False if the engine stops. One call at a time, after `await_drained`.
+        """
+        replacement = Replacement(self.make_lanes(decoder, drafter), warm_up)
+        with self.changed:
+            if self.stopping:
+                return False
+            self.replacement = replacement
+            self.changed.notify_all()
+        return replacement.result.result()
+
+    def _go_on_replacing(self, replacement: Replacement) -> None:
+        """Makes a step of the warm-up, or lets the new lanes take over after the last one."""
+        try:
+            if next(replacement.warm_up, self) is None:
+                return
+            self._take_over(replacement.drafts)
+        except Exception as error:
+            self.replacement = None
+            replacement.result.set_exception(error)
+            return
+        self.replacement = None
+        replacement.result.set_result(True)
+
+    def _take_over(self, drafts: DraftLanes) -> None:
+        with self.changed:
+            self.draining, self.drafts = self.drafts, drafts
+        for lane in self.draining.lanes:
+            while lane.waiting:
+                self._place(lane.waiting.popleft())
+
+    def _end_draining(self, draining: DraftLanes) -> None:
+        """Frees what the drafter before has, once its answers have ended."""
+        if any(lane.jobs for lane in draining.lanes):
+            return
+        for lane in draining.lanes:
+            with contextlib.suppress(Exception):  # a proposer that fails at its end is not needed any more
+                lane.batch.close()
+        with self.changed:
+            self.draining = None
+            self.changed.notify_all()
+
+    # The thread
 
     def _run(self) -> None:
-        while True:
+        try:
+            while self._take_messages():
+                self._give_up_late()
+                for lane in self.lanes:
+                    self._run_round(lane)
+                if self.replacement is not None:
+                    self._go_on_replacing(self.replacement)
+                if self.draining is not None:
+                    self._end_draining(self.draining)
+        finally:  # whoever waits for the thread must not wait for ever
             with self.changed:
-                while not (self.arrived or self.given_up or self._busy or self.stopping):
-                    self.changed.wait()
-                arrived, self.arrived = self.arrived, []
-                for job in arrived:
-                    self.lane_of(job).waiting.append(job)
-                given_up, self.given_up = self.given_up, []
-                if self.stopping and not self._busy:
-                    return
-            for job in given_up:
-                self.lane_of(job).give_up(job)
-            self._give_up_late()
-            for lane in self.lanes:
-                self._run_round(lane)
+                self.stopping = True
+                self.changed.notify_all()
+            if self.replacement is not None:
+                self.replacement.result.set_result(False)
+
+    def _take_messages(self) -> bool:
+        """Waits for work, and takes in the requests that came or went. Returns False at the end of all work."""
+        with self.changed:
+            while not (self.arrived or self.given_up or self._busy or self.stopping):
+                self.changed.wait()
+            arrived, self.arrived = self.arrived, []
+            for job in arrived:
+                self._place(job)
+            given_up, self.given_up = self.given_up, []
+            if self.stopping and not self._busy:
+                return False
+        for job in given_up:
+            self.lane_of(job).give_up(job)
+        return True
+
+    def _place(self, job: Job) -> None:
+        """Puts a job into the queue of its lane."""
+        job.lane = None
+        job.enter(self.lane_of(job))
 
     def _run_round(self, lane: Lane) -> None:
         """Runs a round of a lane. One that fails ends the lane's requests, and the server goes on."""
@@ -290,7 +250,7 @@ class Engine:
 
     @property
     def _busy(self) -> bool:
-        return any(lane.waiting or lane.jobs for lane in self.lanes)
+        return self.replacement is not None or any(lane.waiting or lane.jobs for lane in self.lanes)
 
     def _give_up_late(self) -> None:
         now = time.monotonic()

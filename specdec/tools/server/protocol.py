@@ -213,7 +213,15 @@ class CompletionRequest(RequestSettings):
     prompt: str | list[int]
 
 
-def parse_request(kind: type[RequestSettings], body: bytes) -> Any:
+class WeightsRequest(BaseModel):
+    """A head for all later answers. folder: its checkpoint; version: a name for what it drafts"""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    folder: Annotated[str, Field(min_length=1, max_length=4096)]
+    version: Annotated[str, Field(min_length=1, max_length=200)]
+
+
+def parse_request(kind: type[BaseModel], body: bytes) -> Any:
     """The request in a body. Raises RequestError, with the field and the fix, for a body that is no such request."""
     try:
         document = json.loads(body)
@@ -246,7 +254,7 @@ def _is_allowed(name: str, value: Any) -> bool:
     )
 
 
-def _explain_error(kind: type[RequestSettings], error: pydantic.ValidationError) -> RequestError:
+def _explain_error(kind: type[BaseModel], error: pydantic.ValidationError) -> RequestError:
     """The first error of a request as a sentence."""
     first = error.errors(include_url=False)[0]
     field = ".".join(str(key) for key in first["loc"] if not str(key).endswith("]") and key not in ("str", "list"))

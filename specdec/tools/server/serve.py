@@ -4,29 +4,34 @@ import copy
 import functools
 import logging
 import socket
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from specdec import DISTRIBUTION, checkpoint, loading
+from specdec import DISTRIBUTION, loading
 from specdec.core import progress
 from specdec.core.option_types import Count, Duration, Text
 from specdec.core.sampling import Sampling
-from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
-from specdec.loading import LoadedProposer
+from specdec.decoding.drafting import Drafting
+from specdec.loading import LoadedProposer, OpenTarget
 from specdec.measuring.page import render_live_page
 from specdec.options import decoding
 from specdec.options.command_types import MEMORY, TemplateSettings
 from specdec.options.decoding import SamplingOptions, ShapedDraftingOptions
 from specdec.options.proposers import ProposerOptions, keep_shape
 from specdec.options.target import TargetOptions
+from specdec.proposers.auto import AutoProposer
 from specdec.text import conversations as data
 from specdec.tools.grammar.grammar import GrammarCompiler
+from specdec.tools.server.drafts import DraftsMaker, describe_drafter, warm_up
 from specdec.tools.server.engine import Engine
 from specdec.tools.server.record import Recorder
+from specdec.tools.server.weights import WeightsFolder, check_weights_folder
 
-WARM_UP_SAMPLINGS = [Sampling(1.0, top_p=0.9), Sampling(1.0), Sampling()]  # a sampling of each Sampling.kind
+if TYPE_CHECKING:
+    from specdec.tools.server.app import ServerContext
+
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -41,6 +46,7 @@ class ServeOptions(ProposerOptions):
     max_length: Annotated[Count, MEMORY]
     timeout: Duration
     record: Text | None
+    allow_weights: Text | None
     target: TargetOptions
     decode: ShapedDraftingOptions
 
@@ -58,50 +64,70 @@ def run_server(options: ServeOptions) -> None:
     try:
         import uvicorn
 
-        from specdec.tools.server.app import ServerContext, make_app
+        from specdec.tools.server.app import make_app
     except ImportError as error:
         raise ValueError(f"Serving needs more packages ({error}): pip install {DISTRIBUTION}") from error
     listening = open_port(options.host, options.port)
+    served = load_server(options)
+    print_address(options, listening, f"{served.model}, drafted by {served.engine.drafts.drafter.title}")
+    config = uvicorn.Config(make_app(served), log_level="warning", access_log=False)
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def load_server(options: ServeOptions) -> "ServerContext":
+    """All parts of a server, warmed up. Raises ValueError for options with which nothing can be served.
+
+    No part but the engine keeps the head, which another one may replace.
+    """
+    from specdec.tools.server.app import ServerContext
+
     recorder = Recorder(options.record) if options.record is not None else None
-    loaded = loading.load_proposer(options, options.target, options.decode.make_drafting())
-    template, target = loading.read_template(options.template, loaded.tokenizer), loaded.target
-    engine = make_engine(options, loaded)
+    drafting = options.decode.make_drafting()
+    loaded = loading.load_proposer(options, options.target, drafting)
+    if options.allow_weights is not None:
+        check_weights_folder(options.allow_weights, loaded)
+    opened = OpenTarget(loaded.target, loaded.tokenizer, loaded.stop)
+    target, tokenizer, stop = loaded.target, loaded.tokenizer, loaded.stop
+    template = loading.read_template(options.template, tokenizer)
+    engine = make_engine(options, drafting, loaded)
     model = options.model or target.name
     max_length = options.max_length
     if target.max_positions is not None:
         max_length = min(max_length, target.max_positions - loaded.proposer.depth)
-    drafts = f"{loaded.title} of {options.checkpoint}" if options.checkpoint else loaded.title
     if recorder:
-        recorder.set_origin(target, loaded.tokenizer)
-    grammar_tokenizer = copy.deepcopy(loaded.tokenizer)  # grammars are compiled in threads of their own
+        recorder.set_origin(target, tokenizer)
+    grammar_tokenizer = copy.deepcopy(tokenizer)  # grammars are compiled in threads of their own
     # With the first request that needs them
-    grammars = functools.cache(lambda: GrammarCompiler(grammar_tokenizer, target.vocab_size, loaded.stop))
-    served = ServerContext(
+    grammars = functools.cache(lambda: GrammarCompiler(grammar_tokenizer, target.vocab_size, stop))
+    weights = None
+    if options.allow_weights is not None:
+        costs = loaded.proposer.costs_by_file if isinstance(loaded.proposer, AutoProposer) else {}
+        maker = DraftsMaker(opened, options, drafting, engine.plain.decoder, costs, max_length)
+        weights = WeightsFolder(options.allow_weights, engine, maker.make, options.rows)
+    return ServerContext(
         engine=engine,
-        tokenizer=loaded.tokenizer,
-        engine_tokenizer=copy.deepcopy(loaded.tokenizer),
-        encode_chat=functools.partial(data.encode_chat, loaded.tokenizer, template),
-        stop=frozenset(loaded.stop),
+        tokenizer=tokenizer,
+        engine_tokenizer=copy.deepcopy(tokenizer),
+        encode_chat=functools.partial(data.encode_chat, tokenizer, template),
+        stop=frozenset(stop),
         model=model,
-        head=checkpoint.name_checkpoint(loaded.checkpoint) if loaded.checkpoint else None,
         max_length=max_length,
         timeout=options.timeout,
         compile_grammar=lambda grammar: grammars().make_constraint(grammar),
-        page=render_live_page(
-            target=model, drafts=drafts, max_length=max_length, chat=bool(loaded.tokenizer.chat_template)
+        render_page=lambda drafter: render_live_page(
+            target=model, drafts=drafter.title, max_length=max_length, chat=bool(tokenizer.chat_template)
         ),
         recorder=recorder,
+        weights=weights,
     )
-    print_address(options, listening, f"{model}, drafted by {drafts}")
-    config = uvicorn.Config(make_app(served), log_level="warning", access_log=False)
-    uvicorn.Server(config).run(sockets=[listening])
 
 
 def print_address(options: ServeOptions, listening: socket.socket, title: str) -> None:
     """Prints the server's address, and a warning if others can reach it. title: target and drafter"""
     if options.host not in LOCAL_HOSTS:
+        actions = "use this server" if options.allow_weights is None else "use this server and change its head"
         progress.print_note(
-            f"warning: anyone who reaches {options.host}:{options.port} can use this server: it asks for no password."
+            f"warning: anyone who reaches {options.host}:{options.port} can {actions}: it asks for no password."
         )
     logging.basicConfig(level=logging.WARNING)
     address = "http://{}:{}".format(*listening.getsockname()[:2])
@@ -109,19 +135,22 @@ def print_address(options: ServeOptions, listening: socket.socket, title: str) -
     print(f"{title}: {address} (page), {address}/v1 (OpenAI's interface){recorded}", flush=True)
 
 
-def make_engine(options: ServeOptions, loaded: LoadedProposer) -> Engine:
+def make_engine(options: ServeOptions, drafting: Drafting, loaded: LoadedProposer) -> Engine:
     """An engine, warmed up: the costs of rounds are measured, and all passes are compiled."""
     decoding.show_measuring(loaded.proposer)
-    drafting = options.decode.make_drafting()
     runner, stop, target = drafting.runner(), loaded.stop, loaded.target
     drafted = drafting.decoder(target, loaded.proposer, sampling=Sampling(), stop=stop, runner=runner)
     plain = Decoder(target, None, sampling=Sampling(), stop=stop, runner=runner)
-    warm_up_decoder(drafted, options.rows)
-    engine = Engine(
-        drafted, plain, max_requests=options.rows, max_waiting=options.queue, prefill_tokens=options.prefill_tokens
+    for _ in warm_up(drafted, options.rows, costs=True):
+        pass
+    return Engine(
+        drafted,
+        plain,
+        max_requests=options.rows,
+        max_waiting=options.queue,
+        prefill_tokens=options.prefill_tokens,
+        drafter=describe_drafter(loaded.name, loaded.proposer, options.checkpoint, loaded.checkpoint),
     )
-    compile_seeded(engine, options.rows)
-    return engine
 
 
 def open_port(host: str, port: int) -> socket.socket:
@@ -131,22 +160,3 @@ def open_port(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         raise ValueError(f"Nothing can listen at {host}:{port} ({error}): choose another port= or host=.") from error
-
-
-def warm_up_decoder(decoder: Decoder, rows: int) -> None:
-    """Decodes a little with every kind of sampling, so that the costs of rounds are measured now."""
-    for kind in WARM_UP_SAMPLINGS:
-        batch = decoder.batch(max_rows=rows)
-        batch.admit([Request([0], 4, sampling=kind) for _ in range(rows)])
-        while batch.running:
-            batch.run_round()
-        batch.close()
-    if decoder.proposer:
-        decoder.proposer.reset_history()
-
-
-def compile_seeded(engine: Engine, rows: int) -> None:
-    """Compiles the passes of requests with a seed, if passes are compiled."""
-    decoder = engine.seeded.decoder
-    if decoder.runner.by_shape and engine.seeded not in (engine.drafted, engine.plain):
-        warm_up_decoder(decoder, rows)

@@ -180,7 +180,7 @@ def test_other_processes_change_the_level_and_not_the_ratios(small_target, clock
 
 
 def test_processes_that_measure_the_same_at_once_do_not_disturb_each_other(small_target, cache):
-    settings = {"linear": False, "progress": lambda items, _: items}
+    settings = {"linear": False}
     make = functools.partial(MeasuredCosts, verifier(small_target, Sampling()), Sampling(), **settings)
 
     def write_often() -> None:

@@ -44,7 +44,7 @@ def choose_and_measure(folder: str) -> dict:
     fastest._can_measure = fastest.fast.allows = lambda *_: True
     target, runner = make_target(6), Runner(None, cuda_graphs=None)
     verifier = Verifier(target, sampling=Sampling(), rule="token", runner=Runner())
-    curves = costs.MeasuredCosts(verifier, Sampling(), linear=True, progress=lambda sizes, _: sizes)
+    curves = costs.MeasuredCosts(verifier, Sampling(), linear=True)
     dist.barrier()
     fastest.choose_run_mode(runner, target)
     dist.barrier()

@@ -18,6 +18,7 @@ from specdec.text import conversations
 from specdec.tools.grammar.grammar import GrammarCompiler
 from specdec.tools.server.app import ServerContext, make_app
 from specdec.tools.server.engine import Engine
+from specdec.tools.server.lane import ServedDrafter
 from tests.support.decoding import chain_of, greedy
 from tests.support.drafters import make_drafter
 from tests.support.targets import small_tokenizer
@@ -35,9 +36,9 @@ def serving(target, *, rows=4, queue=64, template=None, arguments=None, tokenize
     engine_tokenizer = copy.deepcopy(tokenizer)
     proposer = proposer or HeadProposer(make_drafter(target, "eagle3"), chain_of(3))
     drafted, plain = (Decoder(target, drafter, sampling=Sampling(), stop=STOP) for drafter in (proposer, None))
-    engine = Engine(drafted, plain, max_requests=rows, max_waiting=queue)
+    engine = Engine(drafted, plain, max_requests=rows, max_waiting=queue, drafter=ServedDrafter("", "run/step"))
     grammars = functools.cache(lambda: GrammarCompiler(engine_tokenizer, target.vocab_size, STOP))
-    usual = {"stop": frozenset(STOP), "model": "tiny", "head": "run/step", "max_length": 400, "page": "<h1>a page</h1>"}
+    usual = {"stop": frozenset(STOP), "model": "tiny", "max_length": 400, "render_page": lambda _: "<h1>a page</h1>"}
     usual |= {"compile_grammar": lambda grammar: grammars().make_constraint(grammar)}
     tokenizer.chat_template = template or tokenizer.chat_template
     encode = functools.partial(conversations.encode_chat, tokenizer, arguments or {})

@@ -11,7 +11,8 @@ from specdec.core.sampling import Sampling
 from specdec.decoding.batch import Batch
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
-from specdec.tools.server.engine import End, Engine, Job, Lane, ServedRound
+from specdec.tools.server.engine import Engine
+from specdec.tools.server.lane import End, Job, Lane, ServedRound
 from tests.support.decoding import chain_of, greedy, random_tokens
 from tests.support.drafters import make_drafter
 
