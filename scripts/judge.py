@@ -5,8 +5,8 @@
 
 The figures come from the server's own counters and streams (docs/serving.md). With checkpoint=, the head that it
 serves, the head is replayed along the same answers, which shows whether the served head is the trained one. The folder
-OUT gets results.json, results.md, results.html, and rows.jsonl with each finished group of requests, so that after
-Ctrl-C or a kill the same command continues.
+OUT gets results.json, results.md, results.html, record.json to publish (docs/tools/judge.md), and rows.jsonl with each
+finished group of requests, so that after Ctrl-C or a kill the same command continues.
 """
 
 from specdec.options.command_line import read_command, split_list
@@ -14,7 +14,8 @@ from specdec.options.command_line import read_command, split_list
 from specdec.core import progress
 from specdec.options.run_command import run_command
 from specdec.tools.choose.choice import read_predictions
-from specdec.tools.judge.judge import JudgeOptions, judge_server
+from specdec.tools.judge.judge import judge_server
+from specdec.tools.judge.options import JudgeOptions
 from specdec.tools.suites.suites import list_presets, read_questions
 
 

@@ -1,27 +1,26 @@
 """The model card of an export, and of a checkpoint that is shared on the Hugging Face Hub."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from specdec import checkpoint, loading
-from specdec.core import hub
+from specdec.core import files, hub
 from specdec.core.option_types import Options, SmallCount, Text
-from specdec.core.untrusted import read_json
 from specdec.core.wording import format_count
 from specdec.export.engines import ExportForm
 from specdec.export.folder import write_folder
-from specdec.measuring.page import render_template
+from specdec.measuring.page import format_figure, render_template
+from specdec.measuring.record import Record, read_record
+from specdec.measuring.records import list_checks, name_engine, show_figure
 from specdec.measuring.report import Report, Training, describe_losslessness, read_report
 from specdec.options.target import TargetOptions
 from specdec.target.model import Target
 from specdec.target.structure import Experts, interpolate_cost
 
 MISSING = "not recorded"
-# Beside a checkpoint's report.json, its tau in real engines: by the name of the engine, an entry with these fields.
-SERVED_FILE = "served.json"
-SERVED_FIELDS = ("prompts", "num_prompts", "max_new_tokens", "num_drafts", "dtype", "tau", "served_tau")
 
 
 class CardOptions(Options):
@@ -43,7 +42,7 @@ class Provenance:
     target: str  # name of the target
     fingerprint: str  # fingerprint of the target
     report: Report | None  # report of the validation that chose the checkpoint
-    served_figures: dict  # entries of SERVED_FILE, by engine
+    records: dict[str, Record]  # records of judgements with this head, by file
     training_data: str
     license: str
     num_drafts: int  # drafts per round in launch lines
@@ -65,7 +64,7 @@ class Provenance:
         """The provenance of a checkpoint's folder. document: drafter.json, or what replaces it; name: of the checkpoint
 
         num_drafts: None: the fastest number by the head's validation, if that decoded a chain, otherwise 3
-        Raises ValueError for a report or a record of served figures that cannot be read.
+        Raises ValueError for a report or a record that cannot be read, and for a record of other weights.
         """
         report = read_report(folder)
         is_chain = report is not None and report.decoded and (report.shape or "chain").startswith("chain")
@@ -77,7 +76,7 @@ class Provenance:
             target=target.name,
             fingerprint=target.fingerprint(),
             report=report,
-            served_figures=read_served_figures(folder / SERVED_FILE),
+            records=read_records_of_head(folder),
             training_data=training_data or MISSING,
             license=license,
             num_drafts=num_drafts,
@@ -85,12 +84,20 @@ class Provenance:
         )
 
 
-def read_served_figures(path: Path) -> dict[str, dict]:
-    """The entries of a SERVED_FILE by engine; {} without the file. Raises ValueError for another document."""
-    figures = read_json(path) if path.exists() else {}
-    if not all(set(SERVED_FIELDS) <= set(entry) for entry in figures.values()):
-        raise ValueError(f"{path} is not a record of served figures: delete it.")
-    return figures
+def read_records_of_head(folder: Path) -> dict[str, Record]:
+    """The records beside a checkpoint (hub.RECORDS), by file.
+
+    Raises ValueError for another document, and for a record of other weights.
+    """
+    records, weights = {}, folder / "drafter.safetensors"
+    for path in sorted(folder.glob(hub.RECORDS)):
+        document = read_record(path)
+        if not isinstance(document, Record) or document.drafter is None:
+            raise ValueError(f"{path} is of no drafter: a model card wants records of its head, so move it away.")
+        if document.drafter.digest not in (None, weights.exists() and files.hash_file(weights)):
+            raise ValueError(f"{path} is of other weights than {weights}: judge this head again, or delete it.")
+        records[path.name] = document
+    return records
 
 
 # The chain that pays for an export
@@ -174,7 +181,7 @@ def make_card(
 
 def write_expectations(provenance: Provenance) -> str:
     """A table of tau with its interval, by validation and in engines."""
-    report, served_figures = provenance.report, provenance.served_figures
+    report = provenance.report
     lines = ["| measured by | setting | tau |\n|---|---|---|"]
     if report:
         decoded = (report.num_prompts, report.tau, report.tau_ci)
@@ -185,18 +192,32 @@ def write_expectations(provenance: Provenance) -> str:
         setting = f"{format_count(num or 0, 'prompt')}, temperature {report.temperature:g}, {_name_shape(report)}"
         setting += ", by replay" * is_replayed
         lines.append(f"| specdec, validation | {setting} | {tau:.2f} ({interval[0]:.2f} .. {interval[1]:.2f}) |")
-    for engine, entry in served_figures.items():
-        num, prompts, tau, served_tau = (entry[key] for key in ("num_prompts", "prompts", "tau", "served_tau"))
-        setting = f"{format_count(num, 'prompt')} of {prompts}, temperature 0, chain of {entry['num_drafts']}"
-        setting += f", {entry['dtype']}"
-        lines.append(f"| specdec, as served | {setting} | {tau:.3f} |")
-        lines.append(f"| {engine} | the same | {served_tau:.3f} ({100 * (served_tau / tau - 1):+.1f} %) |")
+    lines += [*_list_served(report), *_list_recorded(provenance)]
     if len(lines) == 1:
         return "Not measured."
     return (
         "tau: tokens emitted per target pass of a round, with the bonus or correction token. Do not compare it across "
         "chain lengths.\n\n" + "\n".join(lines)
     )
+
+
+def _list_served(report: Report | None) -> Iterator[str]:
+    """Rows of what a running engine served during the training, by load."""
+    served = (report.served if report else None) or {"loads": {}}
+    for load, level in served["loads"].items():
+        figure = format_figure(level.get("tau"), level.get("tau_ci"))
+        setting = f"{format_count(served['prompts'], 'prompt')}, {load} at once, chain of {served['drafts']}"
+        yield f"| {served['kind']}, while training | {setting} | {figure or 'unknown'} |"
+
+
+def _list_recorded(provenance: Provenance) -> Iterator[str]:
+    """Rows of the records that lie beside the head."""
+    for record in provenance.records.values():
+        load, protocol, checks = record.loads[0], record.protocol, [text for _, text in list_checks(record)]
+        setting = f"{format_count(load.prompts, 'question')} of {protocol.suite}, temperature {protocol.temperature:g}"
+        setting += f", {format_count(protocol.drafts or 0, 'draft')}, {load.at_once} at once; {', '.join(checks)}"
+        speedup = f"; {show_figure(load.speedup)} times plain" if load.speedup else ""
+        yield f"| {name_engine(record)} | {setting} | {show_figure(load.tau) or MISSING}{speedup} |"
 
 
 def _name_shape(report: Report) -> str:

@@ -52,12 +52,26 @@ class Table:
     rows: Sequence[Sequence[str]]  # texts of the cells
 
     def to_markdown(self) -> str:
-        """The table in Markdown, with / for bars inside cells."""
+        """The table in Markdown, with / for bars inside cells, and without their ends of lines."""
         lines = []
         for row in [self.heads, ["---"] * len(self.heads), *self.rows]:
-            cells = [cell.replace("|", "/") for cell in row]
+            cells = [_join_lines(cell).replace("|", "/") for cell in row]
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
+
+
+def _join_lines(text: str) -> str:
+    """The text in one line."""
+    return " ".join(text.splitlines())
+
+
+def drop_empty_columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """The table with - for empty cells, without the columns of empty cells alone."""
+    columns = [column for column in range(len(heads)) if any(row[column] for row in rows)]
+    lines = []
+    for row in rows:
+        lines.append([row[column] or "-" for column in columns])
+    return Table([heads[column] for column in columns], lines)
 
 
 @dataclass(frozen=True)
@@ -75,11 +89,11 @@ class Section:
 
     def to_markdown(self) -> str:
         """The texts, the table, the points and the commands, with the heading; empty without any of them."""
-        points = "\n".join(f"- {point}" for point in self.points)
+        points = "\n".join(f"- {_join_lines(point)}" for point in self.points)
         table = self.table.to_markdown() if self.table else ""
         commands = [f"{label}\n\n```\n{command}\n```" for label, command in self.commands]
         text = "\n\n".join(filter(None, [*self.texts, table, points, *commands]))
-        return f"## {self.heading}\n\n{text}" if text and self.heading else text
+        return f"## {_join_lines(self.heading)}\n\n{text}" if text and self.heading else text
 
     @property
     def filled(self) -> bool:

@@ -70,6 +70,7 @@ class QuestionSet:
     stop: texts that end an answer
     published: ways to count, by the names of their protocols
     notes: sentences on differences from the publication
+    licence: licence of the questions; None: unknown
     """
 
     questions: list[Question]
@@ -82,6 +83,7 @@ class QuestionSet:
     stop: Sequence[str] = ()
     published: Mapping[str, Counting] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    licence: str | None = None
 
     @property
     def num_turns(self) -> int:

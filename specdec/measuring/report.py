@@ -79,6 +79,7 @@ class Report:
     fast: dict | None = None  # fast paths of a GPU: used, or the reason why not
     user_tokens_per_second: float | None = None  # median over answers; the rest of the batch costs them time, too
     baseline_user_tokens_per_second: float | None = None
+    served: dict | None = None  # figures of an engine (train/loop/served_validation.py)
     experts: list[int] | None = None  # [experts per layer, experts used per token] of a target that is a mixture
 
     @property
@@ -383,10 +384,11 @@ def measure_tau_difference(
     results: Sequence[PromptResult | PromptCounts], reference: Sequence[PromptResult | PromptCounts], *, seed: int = 0
 ) -> tuple[float, list[float]]:
     """tau of `results` minus tau of `reference`, the same prompts in the same order, and the paired 95 % interval."""
-
-    def statistic(pairs: Sequence[tuple[PromptResult | PromptCounts, PromptResult | PromptCounts]]) -> float:
-        first, second = zip(*pairs)
-        return compute_tau(first) - compute_tau(second)
-
     pairs = list(zip(results, reference, strict=True))
-    return statistic(pairs), bootstrap_interval(pairs, statistic, seed)
+    return subtract_tau(pairs), bootstrap_interval(pairs, subtract_tau, seed)
+
+
+def subtract_tau(pairs: Sequence[tuple[PromptResult | PromptCounts, PromptResult | PromptCounts]]) -> float:
+    """tau of the first of each pair minus tau of the second."""
+    first, second = zip(*pairs)
+    return compute_tau(first) - compute_tau(second)

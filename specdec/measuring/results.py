@@ -66,6 +66,8 @@ class Measurement:
     title: str = ""
     verdicts: Sequence[Verdict] = ()  # in place of those on the speedups of entries
     sections: Sequence[Section] = ()  # further sections of the page, shown before the tables
+    checks: Sequence[str] = ()  # sentences on whether the figures mean what they seem to
+    facts: Table | None = None  # fields that the figures depend on
     pages: Mapping[str, Path] = field(default_factory=dict)  # pages to link, by title, if they exist
     extra: dict[str, Any] = field(default_factory=dict)  # further keys of results.json, such as `choice` and `server`
 

@@ -14,7 +14,7 @@ from specdec.core.wording import format_count
 from specdec.measuring.certainty import Gain, rate_gains
 from specdec.measuring.charts import ChartCurve, chart_intervals, chart_lines, format_number
 from specdec.measuring.counting import join_equal
-from specdec.measuring.page import Section, Table, Verdict, format_figure, write_page
+from specdec.measuring.page import Section, Table, Verdict, drop_empty_columns, format_figure, write_page
 from specdec.measuring.report import Training, describe_losslessness, format_by_depth
 from specdec.measuring.results import PAGE, RESULTS_FILE, Entry, Measurement
 from specdec.measuring.terminal_table import make_terminal_table
@@ -79,7 +79,12 @@ class ResultsPage:
             *tables[1:],
             Section("How they count", points=countings if self._decoded else ()),
             Section("Are the answers those of the target?", points=[*self.remarks()]),
-            Section("How it was measured", points=[f"Protocol: {self.measurement.protocol}"]),
+            Section("Checks", points=self.measurement.checks),
+            Section(
+                "How it was measured",
+                points=[f"Protocol: {self.measurement.protocol}"],
+                table=self.measurement.facts,
+            ),
         ]
 
     @cached_property
@@ -132,7 +137,8 @@ class ResultsPage:
         lines = [sentence for _, sentence in self.verdicts]
         for section in self.measurement.sections:
             lines += [*section.points, *(f"{label}: {command}" for label, command in section.commands)]
-        return [*lines, *self.remarks(), *self.measurement.notes, f"protocol: {self.measurement.protocol}"]
+        lines += [*self.remarks(), *self.measurement.checks, *self.measurement.notes]
+        return [*lines, f"protocol: {self.measurement.protocol}"]
 
     def to_markdown(self, sections: Sequence[Section]) -> str:
         """The content of results.md."""
@@ -149,12 +155,8 @@ class ResultsPage:
 
     def _tabulate(self, make_cells: Callable[[Entry], Cells]) -> Table:
         """A table with a row for each entry, without columns in which all figures are unknown."""
-        rows = [[*self._identify(entry).items(), *make_cells(entry).items()] for entry in self.measurement.entries]
-        columns = [column for column in range(len(rows[0])) if any(row[column][1] for row in rows)]
-        lines = []
-        for row in rows:
-            lines.append([row[column][1] or "-" for column in columns])
-        return Table([rows[0][column][0] for column in columns], lines)
+        cells = [self._identify(entry) | make_cells(entry) for entry in self.measurement.entries]
+        return drop_empty_columns(list(cells[0]), [list(row.values()) for row in cells])
 
     def _identify(self, entry: Entry) -> Cells:
         """The cells that tell an entry from the others."""

@@ -63,9 +63,8 @@ def collect_files(folder: Path, document: dict) -> dict[str, Path | bytes]:
     Texts of held-out prompts stay here: report.html, and the samples of report.json.
     Raises ValueError for a damaged file.
     """
-    paths = [folder / name for name in hub.FILES]
-    contents: dict[str, Path | bytes] = {path.name: path for path in paths if path.exists()}
-    files.check_files(*paths)
+    contents: dict[str, Path | bytes] = {path.name: path for name in hub.FILES for path in sorted(folder.glob(name))}
+    files.check_files(*(folder / name for name in hub.FILES))
     documents = {"drafter.json": document}
     if (folder / REPORT).exists():
         documents[REPORT] = checkpoint.read_json(folder / REPORT)

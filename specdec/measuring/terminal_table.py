@@ -22,7 +22,14 @@ LEFT_OUT_FIRST = (
     "accepted by position",
     "speedup, auto",
 )
-NAMES = ("results", "method", "best")  # heads of columns with names, which get several lines before columns are lost
+NAMES = (
+    "results",
+    "method",
+    "best",
+    "record",
+    "drafter",
+    "engine",
+)  # heads of columns with names, which get several lines before columns are lost
 MIN_COLUMNS = 2  # columns that are always there
 
 

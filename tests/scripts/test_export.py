@@ -14,18 +14,22 @@ from scripts import evaluate, export, generate
 from specdec import checkpoint
 from specdec.core import files
 from specdec.core import hub as hub_module
-from specdec.measuring import model_card
 from specdec.target.model import Target
 from tests.support.commands import write_prompts
 from tests.support.decoding import random_tokens
 from tests.support.drafters import load_head, make_drafter, save_eagle
-from tests.support.exports import REPORT, SERVED, bring_in, make_medusa2
+from tests.support.exports import REPORT, bring_in, make_medusa2
 from tests.support.loops import follow
+from tests.support.records import make_document
 from tests.support.targets import save_target
 
 pytestmark = pytest.mark.full
 
-NAME, BASE = "user/head", "org/Base-1"
+NAME, BASE, RECORD = "user/head", "org/Base-1", "record-vllm.json"
+SERVED = (
+    "| vLLM 0.32.0 | 14 questions of GSM8K, temperature 0, 2 drafts, 1 at once; served = replayed, same template, "
+    "repeat 8/8, not checked: control | 1.75 (1.60 .. 1.90); 1.50 (1.40 .. 1.60) times plain |"
+)
 TRAINING = {"parameters": 2_500_000, "tokens": 5_700_000, "seconds": 90.0, "processes": 1, "unique_tokens": 1_200_000}
 ABOUT = {
     "command": "accelerate launch train.py head=eagle start=user/older",
@@ -44,7 +48,9 @@ def home(tmp_path_factory):
     samples = [{"prompt": "a secret", "pieces": [["x", 0]]}]
     report = {**REPORT, "training": TRAINING, "ms_per_round": stages, "samples": samples}
     step = home / "run" / "step_000002"
-    save_eagle(step, save_target(home / "target"), extra={"report.json": report, model_card.SERVED_FILE: SERVED})
+    save_eagle(
+        step, save_target(home / "target"), extra={"report.json": report, RECORD: make_document(drafter__digest=None)}
+    )
     (home / "run" / "best").write_text("step_000002\n")
     (home / "run" / "about.json").write_text(json.dumps(ABOUT))
     (step / "report.html").write_text("<p>page</p>")
@@ -76,7 +82,7 @@ def test_export_prints_how_to_serve_and_an_export_is_a_checkpoint(run, refuse, h
     settings = {"method": "eagle", "model": f"{tmp_path}/out", "num_speculative_tokens": 3}
     assert "vLLM, 3 drafts a round" in printed and f"as a configuration: {json.dumps(settings)}" in printed
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "license: mit" in card and "| trained on | rows.jsonl |" in card and "1.900 (-5.0 %)" in card
+    assert "license: mit" in card and "| trained on | rows.jsonl |" in card and SERVED in card
     printed = run(*arguments, f"out={tmp_path}/fewer", "num_drafts=1", "data=mine")
     assert '"num_speculative_tokens": 1' in printed
     assert "| trained on | mine |" in (tmp_path / "fewer/README.md").read_text()
@@ -157,7 +163,7 @@ def write_card(run, path, *arguments: str) -> tuple[str, str]:
 def test_the_card_states_what_is_known(run, hub, arguments, home, tmp_path):
     printed, card = write_card(run, tmp_path / "card", *arguments, f"base_model={BASE}", "license=mit")
     assert hub.requests == [] and "nothing was uploaded" in printed and "others do not have" not in printed
-    names = "README.md SHA256SUMS drafter.safetensors about.json drafter.json report.json served.json"
+    names = "README.md SHA256SUMS drafter.safetensors about.json drafter.json report.json record-vllm.json"
     assert all(f"\n{name} " in f"\n{printed}" for name in names.split()) and "report.html" not in printed
     metadata = yaml.safe_load(card.split("---")[1])
     tags = ["speculative-decoding", "eagle"]
@@ -173,7 +179,7 @@ def test_the_card_states_what_is_known(run, hub, arguments, home, tmp_path):
         f"| command | `{ABOUT['command']}` |",
         "python 3.11.7",
         "8 prompts, temperature 0, chain of 3 | 1.50 (1.25 .. 1.75) |",
-        "| vLLM 0.32.0 | the same | 1.900 (-5.0 %) |",
+        SERVED,
         "0.88 (0.80 .. 0.96) with a chain of 3. 8 prompts, one stream, temperature 0, float32, x86_64, 2 threads.",
         "lossless: all 8 answers equal plain decoding",
         f'Speculative("{NAME}")',
@@ -189,7 +195,7 @@ def test_the_card_states_what_is_known(run, hub, arguments, home, tmp_path):
 def test_the_card_says_what_is_missing(run, hub, home, tmp_path):
     """Of a checkpoint that has no report and no run, for a target that is a folder."""
     shutil.copytree(home / "run" / "step_000002", tmp_path / "bare")
-    for name in ("report.json", "report.html", model_card.SERVED_FILE, files.CHECKSUMS):
+    for name in ("report.json", "report.html", RECORD, files.CHECKSUMS):
         (tmp_path / "bare" / name).unlink()
     printed, card = write_card(run, tmp_path / "card", f"checkpoint={tmp_path}/bare", f"push={NAME}")
     assert "which others do not have: give base_model=" in printed

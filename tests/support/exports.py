@@ -46,7 +46,7 @@ def make_provenance(drafter, **changes) -> Provenance:
         "reads_layers": list(drafter.target_layers),
     }
     fields = {"source": "run/step", "document": document, "target": "tiny", "fingerprint": "f00", "report": None,
-             "served_figures": {}, "training_data": "rows", "license": "mit", "num_drafts": 3, **changes}  # fmt: skip
+             "records": {}, "training_data": "rows", "license": "mit", "num_drafts": 3, **changes}  # fmt: skip
     return Provenance(**fields)
 
 
@@ -80,6 +80,7 @@ def assert_same_drafts(path: Path, reader, drafter, *, slots=SLOTS) -> None:
 
 SGLANG1, SAFEAILAB1 = (partial(reference.eagle1, engine=engine) for engine in ("sglang", "safeailab"))
 SGLANG3 = partial(reference.eagle3, engine="sglang")
+OPENVINO3 = partial(reference.eagle3, engine="openvino")
 SGLANG_BLOCK = partial(reference.block, engine="sglang")
 UNBLANKED = partial(reference.mtp, blank=False)
 REFERENCE_MEDUSA = partial(reference.medusa, engine="reference")
@@ -138,23 +139,12 @@ def make_medusa2(target):
     return drafter.eval()
 
 
-# Figures of a report, and of a measurement at a server
+# Figures of a report
 REPORT = {"tau": 1.5, "tau_ci": [1.25, 1.75], "num_prompts": 8, "temperature": 0.0, "survival": [0.3, 0.15, 0.05],
           "ms_per_round": {"draft": 9.0, "verify": 25.0, "keep": 0.0, "other": 0.0}, "baseline_tokens_per_second": 50.0,
           "num_rounds": 20, "acceptance": [0.3, 0.5, 0.33], "tokens_per_second": 44.0, "tokens_per_second_ci": [40.0,
              48.0],
           "speedup": 0.88, "speedup_ci": [0.8, 0.96], "identical_outputs": 1.0}  # fmt: skip
-SERVED = {
-    "vLLM 0.32.0": {
-        "prompts": "p.jsonl",
-        "max_new_tokens": 8,
-        "num_prompts": 6,
-        "num_drafts": 3,
-        "dtype": "float32",
-        "tau": 2.0,
-        "served_tau": 1.9,
-    }
-}
 
 
 def rewrite(path: Path, *, tensors=None, **config) -> None:

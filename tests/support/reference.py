@@ -169,8 +169,8 @@ def eagle1(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
 def eagle3(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, engine: str = "vllm") -> Drafts:
     """EAGLE-3 and P-EAGLE, a raw folder or a Speculators container.
 
-    Layer ids: vLLM reads the outer ones, SGLang the inner ones plus one. Later layers: the norm before attention has
-    another name.
+    Layer ids: vLLM reads the outer ones, SGLang the inner ones plus one, OpenVINO GenAI those of its own field plus
+    one. Later layers: the norm before attention has another name.
     """
     config, tensors = load_eagle3(folder, engine)
     w = under(tensors, "midlayer.", "layers.0.")
@@ -214,6 +214,8 @@ def load_eagle3(folder: Path, engine: str) -> tuple[dict, dict]:
 
 def eagle3_layers(config: dict, num_layers: int, engine: str) -> list[int]:
     """The hidden states that an engine gives to the head."""
+    if engine == "openvino":
+        return [k + 1 for k in config["hidden_layers_list"]]
     layers = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
     if engine == "vllm":
         layers = config.get("eagle_aux_hidden_state_layer_ids") or layers

@@ -1,7 +1,7 @@
 """Judging a head that is adapted: tau by replay in groups of answers, the likely gain of training, and the gate."""
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from specdec.heads.base import Drafter, Head
@@ -10,7 +10,6 @@ from specdec.measuring.page import format_figure
 from specdec.measuring.report import PromptCounts
 from specdec.text.messages import describe_arguments
 from specdec.tools.adapt.answers import Answers, RecordedAnswer, count_tokens
-from specdec.tools.judge.referee import merge_counts
 
 MIN_CONVERSATIONS = 8  # fewest conversations of a group, and of a decision: intervals over fewer say little
 CHAIN_DEPTH = 4  # drafts of the chain that heads are judged with
@@ -45,6 +44,18 @@ def score_answers(drafter: Head, answers: Answers, *, length: int, label: str) -
     assert isinstance(drafter, Drafter)
     texts = [answer.cut(length) for answer in answers]
     return replay.count_replays(replay.replay_texts(drafter, texts, depth=CHAIN_DEPTH, label=label))
+
+
+def merge_counts(keys: Sequence[str], counts: Sequence[PromptCounts]) -> list[PromptCounts]:
+    """The sums of the counts with equal keys, in the order of the keys.
+
+    Answers of one conversation are alike, so intervals are over these.
+    """
+    totals: dict[str, PromptCounts] = {}
+    for key, count in zip(keys, counts, strict=True):
+        total = totals.get(key, PromptCounts(0, 0))
+        totals[key] = PromptCounts(total.num_rounds + count.num_rounds, total.num_emitted + count.num_emitted)
+    return list(totals.values())
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from specdec.measuring.measure import MeasureSettings, Method, PromptResult, mea
 from specdec.measuring.replay import AnsweredPrompt, encode_answers, replay_texts
 from specdec.measuring.report import PromptCounts
 from specdec.measuring.runs import ComparedHead, describe_weights
+from specdec.measuring.servers.verdict import draft_as_engine
 from specdec.options import decoding, proposers
 from specdec.text.conversations import Prompt
 from specdec.tools.choose import choice
 from specdec.tools.choose.choice import ShapeAcceptance
 from specdec.tools.choose.task import MAX_DRAFTS, MIN_REQUESTS, TIMED_DRAFTS, ChoiceTask, DrafterShape
-from specdec.tools.judge.verdict import draft_as_engine
 
 
 def list_shapes(task: ChoiceTask) -> list[DrafterShape]:

@@ -19,6 +19,7 @@ from specdec.measuring.replay import warn_of_writers
 from specdec.measuring.results import Measurement
 from specdec.measuring.results_page import write_results
 from specdec.measuring.runs import describe_weights, find_head_folders, load_heads, open_shared_target
+from specdec.measuring.servers.server import TriedServer, try_server
 from specdec.options import decoding
 from specdec.target.model import Target
 from specdec.tools.choose import choice, page
@@ -28,7 +29,6 @@ from specdec.tools.choose.costs import estimate_costs, read_costs
 from specdec.tools.choose.engine_flags import list_flags
 from specdec.tools.choose.round_costs import RoundCosts
 from specdec.tools.choose.task import MAX_DRAFTS, ChoiceTask, ChooseOptions
-from specdec.tools.judge.server import TriedServer, try_server
 from specdec.tools.suites.suites import read_questions
 
 FREE = ("timeout",)  # options that change nothing of a choice

@@ -16,13 +16,14 @@ from specdec.decoding.decoder import Decoder
 from specdec.measuring import results
 from specdec.measuring.replay import AnsweredPrompt
 from specdec.measuring.runs import describe_weights
+from specdec.measuring.servers.server import TriedServer, find_longest
 from specdec.proposers import costs as pass_costs
 from specdec.tools.choose import round_costs
 from specdec.tools.choose.choice import ShapeAcceptance, read_choice
 from specdec.tools.choose.round_costs import CostPoint, RoundCosts
 from specdec.tools.choose.task import MIN_REQUESTS, ChoiceTask, ChooseOptions, DrafterShape
-from specdec.tools.judge import judge
-from specdec.tools.judge.server import TriedServer, find_longest
+from specdec.tools.judge.figures import summarise_pairs
+from specdec.tools.judge.rows import measure_missing, read_batch_pairs
 
 MAX_COST_RATIO = 1.3  # if a round costs more than 1.3 x tau plain rounds at a load, larger loads are not timed
 
@@ -136,7 +137,8 @@ def measure_server_costs(task: ChoiceTask, tried: TriedServer) -> RoundCosts:
     with open_resumable(out / "settings.json", out / "rows.jsonl", settings, advice=results.ADVICE) as rows:
         for load in task.loads:
             servers, requests = {"drafted": tried.server, "plain": tried.baseline}, tried.first
-            judge.measure_missing(servers, requests[: max(MIN_REQUESTS, load)], load, 0, rows)
+            key = {"requests": load, "wave": 0}
+            measure_missing(servers, requests[: max(MIN_REQUESTS, load)], key, rows)
             point, seconds_plain[load] = summarise_load(task, tried, load, rows.rows)
             drafted.append(point)
     source = f"{tried.server.model} of {tried.server.kind}, requests at each load"
@@ -145,9 +147,9 @@ def measure_server_costs(task: ChoiceTask, tried: TriedServer) -> RoundCosts:
 
 def summarise_load(task: ChoiceTask, tried: TriedServer, load: int, rows: list[dict]) -> tuple[dict[str, Any], float]:
     """The entry of a load for `make_server_costs`, and the seconds of a plain token. Raises ValueError without them."""
-    pairs = judge.read_batch_pairs(rows, load)
+    pairs = read_batch_pairs(rows, load)
     turns = [turn for turn, _ in pairs]
-    figures, drafts = judge.summarise_pairs(pairs, task.options.seed), find_longest(turns)
+    figures, drafts = summarise_pairs(pairs, task.options.seed), find_longest(turns)
     speeds = [figures[name]["tokens_per_second_of_a_user"] for name in ("drafted", "plain")]
     if not (figures["tau"] and drafts and all(speeds)):
         lacks = "how many drafts the server accepts" if all(speeds) else "the seconds of a user's token"

@@ -11,11 +11,11 @@ from specdec.decoding.drafting import Drafting
 from specdec.loading import OpenTarget
 from specdec.measuring.questions import QuestionSet
 from specdec.measuring.runs import ComparedHead
+from specdec.measuring.servers.server import ServerOptions, TriedServer
 from specdec.options.command_types import MEMORY, OutputFolder, ProposerSettings
 from specdec.options.decoding import RoundOptions
 from specdec.proposers.base import Proposer
 from specdec.tools.choose.round_costs import RoundCosts
-from specdec.tools.judge.server import ServerOptions, TriedServer
 
 MAX_DRAFTS = 16  # longest chain; acceptance of deeper drafts is near 0 for all heads of this project
 MIN_REQUESTS = 8  # requests to a server at a load, and prompts that are decoded at once

@@ -1,258 +1,185 @@
 """judge: measures a running server under 1, 4, 16, .. requests at once, with drafts and plain in turn, resumable."""
 
-import contextlib
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+import functools
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from specdec.core import progress
-from specdec.core.option_types import SmallCount, Text
-from specdec.core.resumable import Resumable, open_resumable
-from specdec.core.sampling import Sampling
-from specdec.core.wording import format_count
+from specdec.core.resumable import Resumable, digest_bytes, open_resumable
 from specdec.measuring import results
-from specdec.measuring.counting import AnswerCounts, classify_end
 from specdec.measuring.evaluate import Predict
-from specdec.measuring.measure import WARM_UP_TOKENS, split_prompts
-from specdec.measuring.questions import QuestionSet, name_request
-from specdec.measuring.report import TAU, Report
+from specdec.measuring.questions import QuestionSet
+from specdec.measuring.record import RECORD_FILE, write_record
+from specdec.measuring.records import describe_checks, tabulate_protocol
+from specdec.measuring.report import TAU
 from specdec.measuring.results import Entry, Measurement
 from specdec.measuring.results_page import write_results
-from specdec.measuring.runs import find_head_folders, load_heads
+from specdec.measuring.runs import ComparedHead, find_head_folders, load_heads
+from specdec.measuring.servers.server import TriedServer, try_server
+from specdec.measuring.servers.verdict import compare_with_replay, draft_as_engine
 from specdec.options import decoding
-from specdec.options.command_types import MEMORY, OutputFolder
-from specdec.options.decoding import SamplingOptions
-from specdec.tools.judge import referee
-from specdec.tools.judge.referee import ServedBatch
-from specdec.tools.judge.server import Request, Server, ServerOptions, TriedServer, try_server
-from specdec.tools.judge.verdict import compare_with_replay, draft_as_engine
-
-MAX_CLIENT_SHARE = 0.7  # share of the time in which this process computes; above it the client may limit the speed
+from specdec.tools.judge.checks import measure_control, measure_repeat
+from specdec.tools.judge.document import MeasuredLoad, ServerFacts, make_record, name_weights
+from specdec.tools.judge.figures import count_answers, list_turns, make_entry, summarise_pairs
+from specdec.tools.judge.notes import list_notes
+from specdec.tools.judge.options import JudgeOptions
+from specdec.tools.judge.rows import find_prompts, measure_load, read_batch_pairs
 
 
-class JudgeDecodeOptions(SamplingOptions):
-    depth: SmallCount
+@dataclass(frozen=True)
+class Judgement:
+    """A judgement under way: its options, the servers, and the head that they serve, if it is here.
 
+    failures: reasons of checks that ended before their end, by name
+    """
 
-class JudgeOptions(ServerOptions):
-    engine: Text
-    checkpoint: str
-    batch: Annotated[Text, MEMORY]
-    predicted: Text | None
-    out: OutputFolder
-    decode: JudgeDecodeOptions
+    options: JudgeOptions
+    tried: TriedServer
+    heads: Sequence[ComparedHead]
+    server_facts: ServerFacts
+    failures: dict[str, str] = field(default_factory=dict)
+
+    @functools.cached_property
+    def row_facts(self) -> dict[str, Any]:
+        """What rows record of the server, by notes.CHANGES."""
+        flags, served = shlex.join(self.server_facts.engine.flags), self.tried.server.entry.get("draft") or {}
+        facts = {
+            "head": name_weights(self.heads),
+            "version": self.server_facts.engine.version,
+            "flags": digest_bytes(flags.encode()) if flags else None,
+            "drafts": (served.get("drafts") or self.tried.longest) if self.heads else None,
+        }
+        return {name: value for name, value in facts.items() if value is not None}
+
+    def measure(
+        self, concurrencies: Sequence[int], rows: Resumable
+    ) -> tuple[dict[int, dict[str, dict]], ValueError | None]:
+        """Measures all loads that have no row yet, and the checks beside the first.
+
+        Returns the prompts of each load that has all rows, those of earlier calls included, and the error that ended
+        the measurement, if any.
+        """
+        facts, ending = self.row_facts, None
+        in_turn = bool(self.heads) or self.options.drafter is None
+        try:
+            for concurrency in concurrencies:
+                measure_load(self.tried, concurrency, rows, in_turn=in_turn, **facts)
+                if concurrency == concurrencies[0]:
+                    self._measure_checks(concurrency, rows)
+        except ValueError as error:
+            ending = error
+        earlier = {row["requests"] for row in rows.rows if "check" not in row} - {*concurrencies}
+        loads = (*concurrencies, *sorted(earlier))
+        prompts = {concurrency: find_prompts(self.tried, concurrency, rows.rows) for concurrency in loads}
+        return {concurrency: asked for concurrency, asked in prompts.items() if asked is not None}, ending
+
+    def _measure_checks(self, concurrency: int, rows: Resumable) -> None:
+        """Measures the checks that have no row yet. One that fails ends alone."""
+        facts = self.row_facts
+        for name, measure, number in (
+            ("control", measure_control, concurrency),
+            ("repeat", measure_repeat, self.options.repeat),
+        ):
+            try:
+                measure(self.tried, number, rows, **facts)
+            except ValueError as error:
+                self.failures[name] = f"it ended early, and the same command goes on: {error}"
+
+    def summarise(self, concurrency: int, prompts: dict[str, dict], rows: list[dict]) -> MeasuredLoad:
+        """The figures of a load, beside the replay of the head."""
+        options, server = self.options, self.tried.server
+        pairs = read_batch_pairs(rows, concurrency)
+        batches = [drafted for drafted, _ in pairs]
+        turns = list_turns(self.tried.requests.question_set)
+        questions = {name: question.id for name, question in turns.items()}
+        figures = {"requests": concurrency, **summarise_pairs(pairs, options.seed, questions)}
+        for head in self.heads:
+            figures["replay"] = compare_with_replay(
+                draft_as_engine(head.drafter, server.kind),
+                batches,
+                prompts,
+                sampling=options.decode.make_sampling(),
+                depth=options.decode.depth,
+                seed=options.seed,
+                questions=questions,
+            )
+        return MeasuredLoad(figures, batches, prompts)
+
+    def make_entry(self, load: MeasuredLoad) -> Entry:
+        """A load as a row of results."""
+        counts = count_answers(self.tried.requests.question_set, load.batches)
+        return make_entry(load.figures, counts, self.options.decode.make_sampling())
 
 
 def judge_server(options: JudgeOptions, question_set: QuestionSet, predict: Predict, console: progress.Results) -> None:
-    """Measures what has no row yet, and writes the results.
+    """Measures what has no row yet, and writes the results and the record.
 
-    Raises ValueError for a server that cannot be measured, and where nothing was answered.
+    Raises ValueError for a server that cannot be measured, where nothing was answered, and for one that ends in
+    between: then the results and the record of the loads before are written.
     """
     out, concurrencies = Path(options.out), decoding.read_batches(options.batch)
-    sampling = options.decode.make_sampling()
-    runs = load_heads(options.checkpoint, options.target)
-    if len(runs) > 1:
-        raise ValueError("A server is compared with one head: give one checkpoint=DIR, that of the head it serves.")
+    heads = load_served_head(options)
 
-    # Try the server, then measure each concurrency
-    tried = try_server(options, question_set, runs[0].drafter.target.name if runs else None, console)
-    server, notes = tried.server, [*tried.notes, *question_set.list_notes(find_head_folders(runs))]
-    title = f"{server.model} at {server.url}"
+    # Try the servers, then measure each load
+    target = heads[0].drafter.target.name if heads else None
+    tried = try_server(options, question_set, target, console, control=options.control)
+    judgement = Judgement(options, tried, heads, ServerFacts.read(options, tried, heads))
+    notes = [*tried.notes, *question_set.list_notes(find_head_folders(heads))]
+    title = f"{tried.server.model} at {tried.server.url}"
     for sentence in (f"{title}; tau: {TAU}", *notes):
         console.say(sentence)
-    with open_resumable(out / "settings.json", out / "rows.jsonl", tried.settings, advice=results.ADVICE) as rows:
-        prompts = {concurrency: measure_concurrency(tried, concurrency, rows) for concurrency in concurrencies}
-    notes += note_missing_turns(tried, prompts)
+    with open_resumable(out / "settings.json", out / "rows.jsonl", tried.settings, advice=results.ADVICE) as resumable:
+        prompts, error = judgement.measure(concurrencies, resumable)
+    if not prompts and error is not None:
+        raise error
+    rows = resumable.rows
+    if error is not None:
+        notes.append(f"The measurement ended before all loads were measured (batch={options.batch}): {error}")
 
-    # Figures of each concurrency, beside the replay of the head and the predicted speedup
-    predict_speedup = predict(runs[0].drafter.target, sampling, notes) if runs else None
-    levels, entries = [], []
-    for concurrency in concurrencies:
-        pairs = read_batch_pairs(rows.rows, concurrency)
-        batches = [drafted for drafted, _ in pairs]
-        figures = {"requests": concurrency, **summarise_pairs(pairs, options.seed)}
-        for run in runs:
-            head, asked = draft_as_engine(run.drafter, server.kind), prompts[concurrency]
-            figures["replay"] = compare_with_replay(
-                head, batches, asked, sampling=sampling, depth=options.decode.depth, seed=options.seed
-            )
-        entry = make_entry(figures, count_answers(question_set, batches), sampling)
-        if predict_speedup:
-            shape = f"chain of {len(figures['survival'])}"
-            entry = replace(entry, predicted=predict_speedup(runs[0].name, shape, concurrency, None))
-        levels.append(figures)
-        entries.append(entry)
-
-    pages = results.list_pages(find_head_folders(runs), prediction=options.predicted)
-    parts = {"server": {"url": server.url, "model": server.model, "kind": server.kind, "levels": levels}}
-    title = "" if question_set.suite else title
-    measurement = Measurement(tried.settings, question_set, entries, notes, title=title, pages=pages, extra=parts)
+    # Figures and the record
+    loads = [judgement.summarise(concurrency, prompts[concurrency], rows) for concurrency in prompts]
+    notes += list_notes(tried, heads, loads, rows, judgement.row_facts, options.seed)
+    record = make_record(options, tried, judgement.server_facts, heads, loads, rows, notes, judgement.failures)
+    server = {"url": tried.server.url, "model": tried.server.model, "kind": tried.server.kind}
+    entries = [judgement.make_entry(load) for load in loads]
+    if heads:
+        entries = add_predictions(judgement, predict, entries, notes)
+    write_record(out / RECORD_FILE, record)
+    measurement = Measurement(
+        tried.settings,
+        question_set,
+        entries,
+        notes,
+        title="" if question_set.suite else title,
+        checks=[*describe_checks(record, with_meanings=True)],
+        facts=tabulate_protocol(record),
+        pages=results.list_pages(find_head_folders(heads), prediction=options.predicted),
+        extra={"server": {**server, "levels": [load.figures for load in loads]}},
+    )
     write_results(measurement, out, console, verbose=options.verbose)
+    console.print(f"written: {out}/{RECORD_FILE} (to publish)")
+    if error is not None:
+        complete = ",".join(map(str, prompts))
+        raise ValueError(f"{error} {out} has the results of batch={complete}; the same command goes on.") from error
 
 
-def note_missing_turns(tried: TriedServer, prompts: dict[int, dict[str, dict]]) -> list[str]:
-    """A note where only first turns were asked. prompts: parts of request bodies, by concurrency and prompt id"""
-    fewest = min(map(len, prompts.values()))
-    if tried.requests.question_set.num_turns == 1 or fewest > len(tried.first):
-        return []
-    no_tokenizer = tried.requests.tokenizer is None
-    cause = "the target's tokenizer is not here (target.name=)" if no_tokenizer else "no answer has token ids"
-    return [f"Only first turns were asked, as {cause}."]
+def load_served_head(options: JudgeOptions) -> list[ComparedHead]:
+    """The head of checkpoint=, if it is given. Raises ValueError for several."""
+    heads = load_heads(options.checkpoint, options.target)
+    if len(heads) > 1:
+        raise ValueError("A server is compared with one head: give one checkpoint=DIR, that of the head it serves.")
+    return heads
 
 
-# Measuring
-
-
-def measure_concurrency(tried: TriedServer, concurrency: int, rows: Resumable) -> dict[str, dict]:
-    """Asks all turns of the questions, `concurrency` requests at once.
-
-    Returns the part of each request's body that holds the prompt, by the prompt's id.
-    """
-    prompts: dict[str, dict] = {}
-    for turn in range(tried.requests.question_set.num_turns):
-        requests = tried.requests.make_requests(turn, read_ids(rows.rows, concurrency))
-        prompts |= dict(requests)
-        if requests:
-            measure_missing({"drafted": tried.server, "plain": tried.baseline}, requests, concurrency, turn, rows)
-    return prompts
-
-
-def read_ids(rows: list[dict], concurrency: int) -> dict[str, list[int] | None]:
-    """Token ids of answers by the prompt's id: of plain answers, or of drafted ones where nothing answers plainly."""
-    batches = [row.get("plain") or row["drafted"] for row in rows if row["requests"] == concurrency]
-    return {answer["prompt"]: answer["ids"] for batch in batches for answer in batch["answers"]}
-
-
-def measure_missing(
-    servers: dict[str, Server | None], requests: list[Request], concurrency: int, turn: int, rows: Resumable
-) -> None:
-    """Sends the batches of requests that have no row to each of the servers, after a warm-up.
-
-    requests: repeated where there are fewer than `concurrency`; turn: number of the questions' turn, from 0
-    """
-    repeated = list(itertools.islice(itertools.cycle(requests), max(len(requests), concurrency)))
-    key = {"requests": concurrency, "wave": turn}
-    missing = list_missing_batches(repeated, key, rows.rows)
-    if not missing:
-        return
-    label = f"{format_count(concurrency, 'request')} at once"
-    with contextlib.ExitStack() as stack:
-        connections = {
-            name: stack.enter_context(server.open(concurrency)) for name, server in servers.items() if server
-        }
-        for connection in connections.values():
-            connection.send_requests(repeated[:concurrency], max_tokens=WARM_UP_TOKENS)
-        for number, batch in progress.track_items(missing, label, unit="requests", size=lambda pair: len(pair[1])):
-            order = sorted(connections, reverse=number % 2 == 1)
-            answered = {name: asdict(connections[name].send_requests(batch)) for name in order}
-            rows.append({**key, "turn": number, **answered})
-        num_repeated = sum(connection.client.repeated for connection in connections.values())
-    if num_repeated:
-        repeated_requests = format_count(num_repeated, "request")
-        progress.print_note(f"{label}: {repeated_requests} sent again, for answers that were lost or bad.")
-
-
-def list_missing_batches(requests: list[Request], key: dict[str, int], rows: list[dict]) -> list[tuple[int, list]]:
-    """(number, requests) of each batch without a row. key: concurrency and turn, as rows have them"""
-    measured = {row["turn"] for row in rows if key.items() <= row.items()}
-    return [pair for pair in enumerate(split_prompts(requests, key["requests"])) if pair[0] not in measured]
-
-
-# Figures
-
-
-def read_batch_pairs(rows: list[dict], concurrency: int) -> list[tuple[ServedBatch, ServedBatch | None]]:
-    """The batches of a concurrency in order, with drafts and without."""
-    pairs = []
-    for row in sorted(rows, key=lambda row: (row["wave"], row["turn"])):
-        if row["requests"] == concurrency:
-            baseline = ServedBatch.from_row(row["plain"]) if "plain" in row else None
-            pairs.append((ServedBatch.from_row(row["drafted"]), baseline))
-    return pairs
-
-
-def summarise_pairs(pairs: list[tuple[ServedBatch, ServedBatch | None]], seed: int) -> dict[str, Any]:
-    """The figures of a concurrency. Raises ValueError where nothing was answered."""
-    compared = [(drafted, baseline) for drafted, baseline in pairs if baseline is not None]
-    drafted = [batch for batch, _ in pairs]
-    baseline = [batch for _, batch in compared]
-    batches = drafted + baseline
-    failed = [failure for batch in batches for failure in batch.failed]
-    for batches_of_server in (drafted, baseline):
-        if batches_of_server and not referee.list_answers(batches_of_server):
-            raise ValueError(f"None of the requests was answered. {failed[0]['error']}")
-    figures = {
-        "answers": len(referee.list_answers(drafted)),
-        "failed": failed,
-        "tokens_of_others": sum(batch.foreign_tokens for batch in batches),
-        **referee.summarise_drafts(drafted, seed),
-        "drafted": referee.summarise_speed(drafted, seed),
-        "plain": None,
-    }
-    if compared:
-        figures |= {"plain": referee.summarise_speed(baseline, seed), **referee.summarise_speedup(compared, seed)}
-    return figures
-
-
-def count_answers(question_set: QuestionSet, batches: Sequence[ServedBatch]) -> list[AnswerCounts]:
-    """The counts that other ways of counting need; none where the server does not say enough."""
-    question_ids = {
-        name_request(question, turn): question.id
-        for question in question_set.questions
-        for turn in range(len(question.turns))
-    }
-    answer_counts = []
-    for answer, count in zip(referee.list_answers(batches), referee.count_answers(batches) or ()):
-        end = classify_end(answer.ended, answer.sizes[-1] == 1)
-        accepted, rounds = round(count.num_emitted - count.num_rounds), round(count.num_rounds)
-        answer_counts.append(AnswerCounts(answer.prompt, question_ids[answer.prompt], accepted, rounds, end))
-    return answer_counts
-
-
-def make_entry(figures: dict[str, Any], counts: list[AnswerCounts], sampling: Sampling) -> Entry:
-    """The figures of a concurrency as a row of results."""
-    drafted, baseline = figures["drafted"], figures["plain"] or {}
-    report = Report(
-        sampling.temperature,
-        num_prompts=figures["answers"],
-        num_rounds=figures["rounds"],
-        **{name: figures[name] for name in ("tau", "tau_ci", "survival", "acceptance")},
-        tokens_per_second=drafted["tokens_per_second"],
-        tokens_per_second_ci=drafted["tokens_per_second_ci"],
-        baseline_tokens_per_second=baseline.get("tokens_per_second"),
-        speedup=figures.get("speedup"),
-        speedup_ci=figures.get("speedup_ci"),
-        user_tokens_per_second=drafted["tokens_per_second_of_a_user"],
-        baseline_user_tokens_per_second=baseline.get("tokens_per_second_of_a_user"),
-    )
-    return Entry(
-        "drafts of the server",
-        sampling.temperature,
-        figures["requests"],
-        report,
-        counts,
-        user_speedup=(figures.get("speedup_of_a_user"), figures.get("speedup_of_a_user_ci")),
-        first_token=drafted["first_token_seconds"],
-        remarks=[*list_remarks(figures, greedy=sampling.greedy)],
-    )
-
-
-def list_remarks(figures: dict[str, Any], *, greedy: bool) -> Iterator[str]:
-    """Sentences on what limits the figures of a concurrency, and the verdict of the replay."""
-    failed, foreign_tokens = figures["failed"], figures["tokens_of_others"]
-    if failed:
-        yield f"{format_count(len(failed), 'request')} failed, first prompt {failed[0]['prompt']}: {failed[0]['error']}"
-    if foreign_tokens:
-        yield (
-            f"the server generated {format_count(foreign_tokens, 'token')} for others, or for requests that were sent "
-            "again: its counters then do not count."
-        )
-    if max(speeds["busy"] for speeds in (figures["drafted"], figures["plain"]) if speeds) > MAX_CLIENT_SHARE:
-        yield "this client was busy most of the time, so speeds may be its own: measure from another machine."
-    if greedy and figures.get("compared_answers"):
-        compared = figures["compared_answers"]
-        yield f"{figures['same_answers']} of {compared} answers are the same with drafts and without."
-    if "replay" in figures:
-        yield figures["replay"]["verdict"]
+def add_predictions(judgement: Judgement, predict: Predict, entries: Sequence[Entry], notes: list[str]) -> list[Entry]:
+    """The entries with the speedups that predicted= has for the head. notes: get those on the prediction"""
+    (head,) = judgement.heads
+    find_speedup = predict(head.drafter.target, judgement.options.decode.make_sampling(), notes)
+    predicted = []
+    for entry in entries:
+        shape = f"chain of {len(entry.report.survival or ())}"
+        predicted.append(replace(entry, predicted=find_speedup(head.name, shape, entry.batch, None)))
+    return predicted

@@ -167,6 +167,7 @@ def read_questions(options: QuestionOptions, heads: Sequence[str]) -> QuestionSe
         suite={"name": suite.name, "title": suite.title, "digest": suite.digest},
         stop=protocol.stop.get(suite.name, []),
         notes=[*filter(None, [suite.note]), f"licence: {suite.licence}"],
+        licence=suite.licence,
         **common,
     )
 

@@ -1,24 +1,31 @@
 """The verdict on a server and its head: tau as served, beside replay of the head along the same answers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.core.sampling import Sampling
 from specdec.core.wording import format_count
 from specdec.decoding.drafting import Drafting
+from specdec.engines.engine_target import EngineTarget
 from specdec.export.engines import make_form
 from specdec.export.layout import drop_draft_vocab
 from specdec.export.mtp import zero_first_embedding
 from specdec.heads.base import Drafter, Head
 from specdec.heads.mtp import MTP
 from specdec.measuring.replay import AnsweredPrompt, count_replays, replay_texts
-from specdec.measuring.report import PromptCounts, compute_tau, measure_tau_difference
-from specdec.tools.judge import referee
-from specdec.tools.judge.referee import ServedAnswer, ServedBatch
-from specdec.tools.judge.server import LLAMA_CPP, VLLM, find_longest
+from specdec.measuring.report import PromptCounts, compute_tau, subtract_tau
+from specdec.measuring.servers import referee
+from specdec.measuring.servers.referee import ServedAnswer, ServedBatch
+from specdec.measuring.servers.server import LLAMA_CPP, VLLM, find_longest
 from specdec.unroll.replay import Replay
 
-TOLERANCE = 0.02  # relative difference of tau that still counts as equal: real heads in engines differ by up to 0.6 %
+VERDICTS = {
+    True: "served = trained",
+    False: "served is NOT what was trained",
+    None: "whether served = trained cannot be told from these answers",
+}
+# Differences of tau that still count as equal, see `decide_verdict`: real heads in engines differ by up to 0.6 % of tau
+TOLERANCE, MIN_TOLERANCE = 0.05, 0.01
 
 
 def draft_as_engine(drafter: Head, kind: str) -> Head:
@@ -36,10 +43,13 @@ def compare_with_replay(
     sampling: Sampling,
     depth: int,
     seed: int,
+    engine: EngineTarget | None = None,
+    questions: Mapping[str, str] = {},
 ) -> dict[str, Any]:
     """tau of the head along the answers, beside tau as served; at temperature 0 also the rounds that differ.
 
     prompts: parts of request bodies by prompt id; depth: drafts of a round, where the server does not say
+    engine: servers that read the texts, in place of a target here; questions: see referee.name_questions
     Returns the figures with a `verdict`, or a verdict alone where nothing can be compared.
     """
     depth = find_longest(batches) or depth
@@ -56,10 +66,11 @@ def compare_with_replay(
     texts = [
         AnsweredPrompt(prompts[answer.prompt]["prompt"], answer.ids or [], sampling.temperature) for answer in answers
     ]
-    replays = replay_texts(drafter, texts, depth=depth, label="replay")
-    figures = {"depth": depth, **compare_tau(answers, served, count_replays(replays), sampling, seed)}
+    replays = replay_texts(drafter, texts, depth=depth, label="replay", engine=engine)
+    names = [referee.name_questions([answer], questions) for answer in answers]
+    figures = {"depth": depth, **compare_tau(names, served, count_replays(replays), sampling, seed)}
     figures |= find_differences(answers, replays) if sampling.greedy else {"compared_by_round": 0, "differences": []}
-    return {"verdict": describe_verdict(figures), **figures}
+    return {"verdict": describe_verdict(figures), "served_is_trained": decide_verdict(figures), **figures}
 
 
 def find_replayable(batches: list[ServedBatch]) -> tuple[list[ServedAnswer], list[PromptCounts]]:
@@ -70,27 +81,24 @@ def find_replayable(batches: list[ServedBatch]) -> tuple[list[ServedAnswer], lis
 
 
 def compare_tau(
-    answers: list[ServedAnswer],
+    names: list[set[str]],
     served: list[PromptCounts],
     replayed: list[PromptCounts],
     sampling: Sampling,
     seed: int,
 ) -> dict[str, Any]:
-    """tau as served and as replayed, with the interval of their difference over prompts."""
-    names = [answer.prompt for answer in answers]
-    difference, interval = measure_tau_difference(
-        referee.merge_counts(names, served), referee.merge_counts(names, replayed), seed=seed
-    )
+    """tau as served and as replayed, with the interval of their difference. names: questions of each answer"""
+    pairs = list(zip(served, replayed, strict=True))
     same_rounds = [
-        round(served_count.num_rounds) == round(replayed_count.num_rounds)
-        for served_count, replayed_count in zip(served, replayed)
+        round(served_count.num_rounds) == round(replayed_count.num_rounds) for served_count, replayed_count in pairs
     ]
     return {
-        "answers": len(answers),
+        "answers": len(pairs),
         "served_tau": compute_tau(served),
         "replayed_tau": compute_tau(replayed),
-        "difference": difference,
-        "difference_ci": interval,
+        "replayed_tau_ci": referee.find_interval(replayed, names, compute_tau, seed),
+        "difference": subtract_tau(pairs),
+        "difference_ci": referee.find_interval(pairs, names, subtract_tau, seed),
         "same_number_of_rounds": sum(same_rounds) if sampling.greedy else None,
     }
 
@@ -111,18 +119,32 @@ def find_differences(answers: list[ServedAnswer], replays: Sequence[Replay]) -> 
     return {"compared_by_round": compared, "differences": differences}
 
 
+def decide_verdict(figures: dict[str, Any]) -> bool | None:
+    """Whether the head is served as it was trained; None where that cannot be told. figures: see `compare_tau`
+
+    The tolerance is 5 % of what drafts add by replay, tau - 1, and at least .01. True: tau as served differs by no more
+    than that, and the interval of the difference stays within twice as much. False: it differs by more, and the
+    interval does not contain 0. Above temperature 0 tau as served is one draw of an expectation, so that the interval
+    is wide. One question has no interval.
+    """
+    if figures["difference_ci"] is None:
+        return None
+    low, high = figures["difference_ci"]
+    tolerance = max(MIN_TOLERANCE, TOLERANCE * (figures["replayed_tau"] - 1))
+    if abs(figures["difference"]) > tolerance:
+        return False if low > 0 or high < 0 else None
+    return True if -2 * tolerance <= low and high <= 2 * tolerance else None
+
+
 def describe_verdict(figures: dict[str, Any]) -> str:
     """The verdict in sentences. figures: see `compare_with_replay`"""
     served, replayed, compared = (figures[name] for name in ("served_tau", "replayed_tau", "compared_by_round"))
-    low, high = figures["difference_ci"]
-    verdict = "served = trained"
-    if abs(served / replayed - 1) >= TOLERANCE and (low > 0 or high < 0):
-        verdict = "served is NOT what was trained"
-    elif abs(served / replayed - 1) >= TOLERANCE:  # above temperature 0 tau as served is one draw of an expectation
-        verdict = "whether served = trained cannot be told from these answers"
+    verdict, interval = VERDICTS[decide_verdict(figures)], ""
+    if figures["difference_ci"] is not None:
+        interval = ", {:+.3f} .. {:+.3f}".format(*figures["difference_ci"])
     answers = format_count(figures["answers"], "answer")
     verdict += f": tau {served:.3f} served, {replayed:.3f} replayed along the same {answers} with chains "
-    verdict += f"of {figures['depth']} ({figures['difference']:+.3f}, {low:+.3f} .. {high:+.3f})"
+    verdict += f"of {figures['depth']} ({figures['difference']:+.3f}{interval})"
     if figures["same_number_of_rounds"] is not None:
         verdict += f"; {figures['same_number_of_rounds']} took as many rounds"
     differences = figures["differences"]

@@ -20,15 +20,16 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from specdec.measuring import report as figures
 from specdec.measuring.report import PromptCounts
 
+Item = TypeVar("Item")
 MIN_BATCHES = 4  # batches below which no interval over batches is given: a bootstrap over fewer says little
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 COUNTER = re.compile(r'(?m)^(?:vllm|llamacpp):(\w+?)(?:_total)?(?:\{(?:.*\bposition="(\d+)")?.*\})? ([\d.eE+]+)$')
@@ -38,7 +39,7 @@ COUNTER = re.compile(r'(?m)^(?:vllm|llamacpp):(\w+?)(?:_total)?(?:\{(?:.*\bposit
 class Speculation:
     """The drafts of one answer, or of several, by the server's own counts.
 
-    accepted, drafted: drafts
+    accepted, drafted: drafts; drafted: None where the server does not say
     rounds: all rounds; None where the server does not say
     drafting: rounds that had drafts
     by_position: rounds that accepted at least 1, 2, .. drafts
@@ -47,7 +48,7 @@ class Speculation:
     """
 
     accepted: int
-    drafted: int
+    drafted: int | None
     rounds: int | None = None
     drafting: int = 0
     by_position: list[int] | None = None
@@ -147,6 +148,7 @@ class ServedAnswer:
     sizes: tokens of each event of the stream
     server_counts: the server's own counts of its drafts
     ended: whether the answer ended by itself, not by the limit of tokens
+    prompt_tokens: tokens of the prompt by the server's count
     """
 
     prompt: str
@@ -157,11 +159,21 @@ class ServedAnswer:
     sizes: list[int]
     server_counts: Speculation | None
     ended: bool = False
+    prompt_tokens: int | None = None
 
     @property
     def rate(self) -> float:
         """Tokens/s of its user, without the first token."""
         return (self.tokens - 1) / (self.last - self.first) if self.last > self.first else math.nan
+
+    @property
+    def counts(self) -> PromptCounts | None:
+        """Rounds and emitted tokens by the server's own counts; None without these."""
+        emitted = self.tokens - 1
+        return PromptCounts(self.server_counts.count_rounds(emitted), emitted) if self.server_counts else None
+
+
+AnswerPair = tuple[ServedAnswer, ServedAnswer]  # two answers to one request
 
 
 @dataclass(frozen=True)
@@ -173,6 +185,7 @@ class ServedBatch:
     busy: share of that time in which this process computed
     generated: tokens by the server's own count
     server_counts: counts of drafts by the server's counters
+    repeats: requests that were sent again, whose pauses are part of `seconds`
     """
 
     answers: list[ServedAnswer]
@@ -181,6 +194,7 @@ class ServedBatch:
     busy: float
     generated: int | None
     server_counts: Speculation | None
+    repeats: int = 0
 
     @property
     def tokens(self) -> int:
@@ -205,7 +219,7 @@ class ServedBatch:
         """Whether the server drafted; None where it does not say."""
         if not self.draft_counts and self.generated is None:
             return None
-        return any(counts.drafted for counts in self.draft_counts)
+        return any(counts.drafted or counts.accepted for counts in self.draft_counts)
 
     @classmethod
     def from_row(cls, row: dict) -> "ServedBatch":
@@ -236,26 +250,14 @@ def count_answers(batches: Sequence[ServedBatch]) -> list[PromptCounts] | None:
     an event for each round then agrees with its own counters.
     """
     answers = list_answers(batches)
-    rounds = [answer.server_counts.count_rounds(answer.tokens - 1) for answer in answers if answer.server_counts]
-    if len(rounds) < len(answers):
-        rounds = [len(answer.sizes) - 1 for answer in answers]
+    counts = [answer.counts for answer in answers if answer.counts]
+    if len(counts) < len(answers):
+        counts = [PromptCounts(len(answer.sizes) - 1, answer.tokens - 1) for answer in answers]
         if any(batch.server_counts is None or batch.foreign_tokens for batch in batches):
             return None
-        if sum(rounds) != count_batches(batches)[0]:
+        if sum(count.num_rounds for count in counts) != count_batches(batches)[0]:
             return None
-    return [PromptCounts(num, answer.tokens - 1) for num, answer in zip(rounds, answers)]
-
-
-def merge_counts(keys: Sequence[str], counts: Sequence[PromptCounts]) -> list[PromptCounts]:
-    """The sums of the counts with equal keys, in the order of the keys.
-
-    Answers to one prompt, or of one conversation, are alike, so intervals are over these.
-    """
-    totals: dict[str, PromptCounts] = {}
-    for key, count in zip(keys, counts, strict=True):
-        total = totals.get(key, PromptCounts(0, 0))
-        totals[key] = PromptCounts(total.num_rounds + count.num_rounds, total.num_emitted + count.num_emitted)
-    return list(totals.values())
+    return counts
 
 
 def count_batches(batches: Sequence[ServedBatch]) -> tuple[int, int]:
@@ -268,15 +270,18 @@ def count_batches(batches: Sequence[ServedBatch]) -> tuple[int, int]:
     return sum(counted.count_rounds(emitted) for counted, emitted in clean), sum(emitted for _, emitted in clean)
 
 
-def summarise_drafts(batches: Sequence[ServedBatch], seed: int) -> dict[str, Any]:
-    """Rounds, tau, its interval, survival and acceptance by position; tau is None where a server says too little."""
+def summarise_drafts(batches: Sequence[ServedBatch], seed: int, questions: Mapping[str, str] = {}) -> dict[str, Any]:
+    """Rounds, tau, its interval, survival and acceptance by position; tau is None where a server says too little.
+
+    questions: see `name_questions`
+    """
     counts = count_answers(batches)
     rounds, emitted = count_batches(batches)
     tau_ci = None
     if counts:
         rounds, emitted = (int(sum(numbers)) for numbers in zip(*map(astuple, counts)))
-        merged = merge_counts([answer.prompt for answer in list_answers(batches)], counts)
-        tau_ci = figures.bootstrap_interval(merged, figures.compute_tau, seed) if rounds else None
+        names = [name_questions([answer], questions) for answer in list_answers(batches)]
+        tau_ci = find_interval(counts, names, figures.compute_tau, seed) if rounds else None
     survival = [num / rounds for num in count_accepted_positions(batches, bool(counts))] if rounds else []
     return {
         "rounds": rounds,
@@ -310,45 +315,101 @@ def sum_columns(rows: Iterable[list[int] | None]) -> list[int]:
     return [sum(column) for column in itertools.zip_longest(*numbers, fillvalue=0)]
 
 
+def name_questions(answers: Sequence[ServedAnswer], questions: Mapping[str, str]) -> set[str]:
+    """The questions of answers. questions: ids by the prompt's id; a prompt that is not in it is its own question"""
+    return {questions.get(answer.prompt, answer.prompt) for answer in answers}
+
+
+def group_items(items: Sequence[Item], names: Sequence[set[str]]) -> list[list[Item]]:
+    """The items in groups without a common name, in order. names: names of each item"""
+    groups: list[tuple[set[str], list[Item]]] = []
+    for item, item_names in zip(items, names, strict=True):
+        linked = [group for group in groups if group[0] & item_names]
+        groups = [group for group in groups if not group[0] & item_names]
+        members = itertools.chain.from_iterable(members for _, members in linked)
+        groups.append((item_names.union(*(known for known, _ in linked)), [*members, item]))
+    return [members for _, members in groups]
+
+
 def find_interval(
-    items: Sequence, statistic: Callable[[list], float], seed: int, fewest: int = 1
+    items: Sequence[Item],
+    names: Sequence[set[str]],
+    statistic: Callable[[list[Item]], float],
+    seed: int,
+    fewest: int = 2,
 ) -> list[float] | None:
-    """The 95 % interval of a statistic over the items; None for fewer than `fewest` items."""
-    return figures.bootstrap_interval(items, statistic, seed) if len(items) >= fewest else None
+    """The 95 % interval of a statistic over questions; None for fewer than `fewest`, as one alone has no spread.
+
+    Turns of a question, and requests that repeat it, are alike, so that the items of a question are drawn together.
+    names: questions of each item
+    """
+    groups = group_items(items, names)
+    if len(groups) < fewest:
+        return None
+    return figures.bootstrap_interval(groups, lambda drawn: statistic([*itertools.chain.from_iterable(drawn)]), seed)
 
 
-def summarise_speed(batches: Sequence[ServedBatch], seed: int) -> dict[str, Any]:
-    """Tokens/s of a user (median over answers) and of all together, and seconds to the first token; with intervals."""
+def summarise_speed(batches: Sequence[ServedBatch], seed: int, questions: Mapping[str, str] = {}) -> dict[str, Any]:
+    """Tokens/s of a user (median over answers) and of all together, and seconds to the first token; with intervals.
+
+    Batches with requests that were sent again are left out of the rate of all. questions: see `name_questions`
+    """
     answers = list_answers(batches)
-    rates = [answer.rate for answer in answers if not math.isnan(answer.rate)]
+    timed = [answer for answer in answers if not math.isnan(answer.rate)]
+    rates, names = [answer.rate for answer in timed], [name_questions([answer], questions) for answer in timed]
+    whole = [batch for batch in batches if not batch.repeats]
+    whole_names = [name_questions(batch.answers, questions) for batch in whole]
     return {
         "tokens_per_second_of_a_user": statistics.median(rates) if rates else None,
-        "tokens_per_second": find_rate(batches),
-        "tokens_per_second_ci": find_interval(batches, find_rate, seed, MIN_BATCHES),
+        "tokens_per_second_of_a_user_ci": find_interval(rates, names, statistics.median, seed),
+        "tokens_per_second": find_rate(whole) if whole else None,
+        "tokens_per_second_ci": find_interval(whole, whole_names, find_rate, seed, MIN_BATCHES),
         "first_token_seconds": statistics.median(answer.first for answer in answers),
         "busy": max(batch.busy for batch in batches),
     }
 
 
-def summarise_speedup(pairs: Sequence[tuple[ServedBatch, ServedBatch]], seed: int) -> dict[str, Any]:
+def summarise_speedup(
+    pairs: Sequence[tuple[ServedBatch, ServedBatch]], seed: int, questions: Mapping[str, str] = {}
+) -> dict[str, Any]:
     """The ratios of rates with drafts and without, and the number of equal answers.
 
-    pairs: batches with drafts, each beside the same requests without
+    pairs: batches with drafts, each beside the same requests without; questions: see `name_questions`
+    Batches with requests that were sent again are left out of the ratio of all.
     """
-    drafted_batches, baseline_batches = zip(*pairs)
-    baseline = {answer.prompt: answer for answer in list_answers(baseline_batches)}
-    matched = [(answer, baseline.get(answer.prompt)) for answer in list_answers(drafted_batches)]
-    answer_pairs = [(drafted, plain) for drafted, plain in matched if plain]
-    ratios = [drafted.rate / plain.rate for drafted, plain in answer_pairs if drafted.rate > 0 and plain.rate > 0]
-    same = [drafted.ids == plain.ids for drafted, plain in answer_pairs if drafted.ids and plain.ids]
+    answer_pairs = [pair for drafted, plain in pairs for pair in pair_answers(drafted.answers, plain.answers)]
+    timed = select_timed(answer_pairs)
+    ratios = [drafted.rate / plain.rate for drafted, plain in timed]
+    names = [name_questions([drafted], questions) for drafted, _ in timed]
+    same = compare_ids(answer_pairs)
+    whole = [(drafted, plain) for drafted, plain in pairs if not drafted.repeats and not plain.repeats]
+    whole_names = [name_questions(drafted.answers, questions) for drafted, _ in whole]
     return {
         "speedup_of_a_user": statistics.median(ratios) if ratios else None,
-        "speedup_of_a_user_ci": find_interval(ratios, statistics.median, seed),
-        "speedup": find_rate_ratio(pairs),
-        "speedup_ci": find_interval(pairs, find_rate_ratio, seed, MIN_BATCHES),
+        "speedup_of_a_user_ci": find_interval(ratios, names, statistics.median, seed),
+        "speedup": find_rate_ratio(whole) if whole else None,
+        "speedup_ci": find_interval(whole, whole_names, find_rate_ratio, seed, MIN_BATCHES),
         "same_answers": sum(same),
         "compared_answers": len(same),
     }
+
+
+def pair_answers(drafted: Sequence[ServedAnswer], plain: Sequence[ServedAnswer]) -> list[AnswerPair]:
+    """The answers of two batches to the same requests: those to one prompt in order, as it may be asked repeatedly."""
+    waiting = collections.defaultdict[str, list[ServedAnswer]](list)
+    for answer in reversed(plain):
+        waiting[answer.prompt].append(answer)
+    return [(answer, waiting[answer.prompt].pop()) for answer in drafted if waiting[answer.prompt]]
+
+
+def select_timed(pairs: Iterable[AnswerPair]) -> list[AnswerPair]:
+    """The pairs of answers that both have a rate: an answer of one token has none."""
+    return [(first, second) for first, second in pairs if first.rate > 0 and second.rate > 0]
+
+
+def compare_ids(pairs: Iterable[AnswerPair]) -> list[bool]:
+    """Whether the answers of a pair are equal, for each pair with token ids."""
+    return [first.ids == second.ids for first, second in pairs if first.ids and second.ids]
 
 
 def find_rate(batches: Sequence[ServedBatch]) -> float:

@@ -15,36 +15,49 @@ from specdec.core import progress
 from specdec.core.answer_text import TextDecoder
 from specdec.core.option_types import Duration, Text
 from specdec.core.resumable import digest_bytes
+from specdec.core.sampling import Sampling
 from specdec.engines.answers import check_tokenizer
 from specdec.engines.client import BadAnswer, EngineClient, Event, GivenUp, Refused
 from specdec.measuring import results
 from specdec.measuring.measure import WARM_UP_TOKENS
+from specdec.measuring.privacy import shorten_name
 from specdec.measuring.questions import MeasureOptions, Question, QuestionSet, name_request
+from specdec.measuring.servers import referee
+from specdec.measuring.servers.referee import Counters, ServedAnswer, ServedBatch
 from specdec.options.decoding import SamplingOptions
 from specdec.target.model import load_tokenizer
+from specdec.text import reading
 from specdec.text.messages import write_arguments
-from specdec.tools.judge import referee
-from specdec.tools.judge.referee import Counters, ServedAnswer, ServedBatch
 
 SPECDEC, VLLM, LLAMA_CPP, SGLANG = "specdec", "vllm", "llamacpp", "sglang"  # `owned_by` of their models
+TRANSFORMERS, OPENVINO = "transformers", "openvino"  # behind specdec/engines/front
 EXTRA_FIELDS: dict[str, dict] = {  # of requests, so that a server says more
-    SPECDEC: {"details": True, "return_token_ids": True},
+    **{kind: {"details": True, "return_token_ids": True} for kind in (SPECDEC, TRANSFORMERS, OPENVINO)},
     VLLM: {"return_token_ids": True},
     LLAMA_CPP: {"return_tokens": True, "verbose": True},
     SGLANG: {"return_token_ids": True, "return_spec_tokens_details": True},
 }
 PLAIN_FIELDS: dict[str, dict] = {  # of requests that are answered without drafts; newer llama.cpp ignores its own
     SPECDEC: {"speculate": False},
+    TRANSFORMERS: {"speculate": False},
     LLAMA_CPP: {"speculative.n_max": 0},
 }
+PRESET = (VLLM, SGLANG, LLAMA_CPP)  # servers whose defaults are those of the model's folder, or limits of their own
+UNLIMITED = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}  # fields of requests to these above temperature 0
 COUNTER_HINTS = {
     VLLM: "start it without --disable-log-stats, or with --per-request-spec-decode-metrics detailed",
     LLAMA_CPP: "start it with --metrics",
 }
+DEPTH_OPTIONS = {  # options for K drafts of a round
+    SPECDEC: "proposer=head decode.depth={depth}",
+    VLLM: '"num_speculative_tokens": {depth} in --speculative-config',
+    SGLANG: "--speculative-num-steps {depth} --speculative-num-draft-tokens {depth} + 1",
+}
 PATIENCE_RATIO = 3  # an unreachable server ends the command after this many times `timeout=`
 COUNTER_DELAY = 2.0  # seconds for which the counters of a server are awaited after its answers
 REFUSED_STATUSES = (400, 413, 422)  # statuses of single requests that do not fit, such as a turn that is too long
-FREE = ("batch", "loads", "predicted", "timeout", "checkpoint")  # options that change no answer
+# Options that change no answer
+FREE = ("batch", "loads", "predicted", "timeout", "checkpoint", "control", "repeat", "flags", "machine")
 Request = tuple[str, dict]  # the prompt's id, and the part of a request's body that holds it
 
 
@@ -62,8 +75,10 @@ class ServerOptions(MeasureOptions):
 class Server:
     """A model of a server.
 
-    kind: `owned_by` of the model; root: its folder, "None" where the server does not say
+    kind: `owned_by` of the model; root: its folder, empty where the server does not say
     body: fields that all requests share; timeout: seconds
+    entry: the model's entry in /v1/models
+    patience: multiple of `timeout` after which an unreachable server is given up
     """
 
     url: str
@@ -73,12 +88,14 @@ class Server:
     body: dict
     timeout: float
     say: Callable[[str], None]
+    entry: dict = field(default_factory=dict)
+    patience: float = PATIENCE_RATIO
 
     @contextlib.contextmanager
     def open(self, in_flight: int = 1) -> Iterator["Connection"]:
         """A connection for up to `in_flight` requests at once."""
         minutes = self.timeout / 60
-        limits: dict[str, Any] = {"in_flight": in_flight, "patience": PATIENCE_RATIO * minutes, "longest": minutes}
+        limits: dict[str, Any] = {"in_flight": in_flight, "patience": self.patience * minutes, "longest": minutes}
         with contextlib.closing(EngineClient(self.url, say=self.say, **limits)) as client:
             yield Connection(self, client)
 
@@ -96,12 +113,20 @@ class Connection:
                 return referee.parse_counters(answer.text) if answer.status_code == 200 else None
         return None
 
+    def read_document(self, path: str) -> dict[str, Any]:
+        """The JSON object at a path; {} where there is none."""
+        with contextlib.suppress(httpx.HTTPError, ValueError):
+            answer = self.client.client.get(f"{self.client.urls[0]}/{path}")
+            document = answer.json() if answer.status_code == 200 else {}
+            return document if isinstance(document, dict) else {}
+        return {}
+
     def send_requests(self, requests: Sequence[Request], **fields: Any) -> ServedBatch:
         """The answers to all requests, which are sent at once. fields: further fields of their bodies
 
         Raises ValueError where none is answered, unless the server refused all of them.
         """
-        before = self.read_counters()
+        before, repeated = self.read_counters(), self.client.repeated
         start, computed = time.perf_counter(), time.process_time()
         futures = [self._submit(name, prompt | fields) for name, prompt in requests]
         answers, failed, unreachable = [], [], False
@@ -115,7 +140,8 @@ class Connection:
         client_share = (time.process_time() - computed) / seconds
         if not answers and (unreachable or fields):  # such as a turn that is too long: others may be answered
             raise ValueError(f"None of {len(requests)} requests was answered. {failed[0]['error']}")
-        return self._with_counters(ServedBatch(answers, failed, seconds, client_share, None, None), before)
+        repeats = self.client.repeated - repeated
+        return self._with_counters(ServedBatch(answers, failed, seconds, client_share, None, None, repeats), before)
 
     def _submit(self, name: str, fields: dict) -> Future[ServedAnswer]:
         path = "v1/chat/completions" if "messages" in fields else "v1/completions"
@@ -147,7 +173,17 @@ def read_answer(prompt: str, events: list[Event]) -> ServedAnswer:
         raise BadAnswer("a stream without an answer, its finish_reason, or the number of its tokens")
     num_tokens, ids = stream.num_tokens or len(stream.ids), stream.ids if stream.has_ids else None
     first, last = stream.times[0], stream.times[-1]
-    return ServedAnswer(prompt, num_tokens, first, last, ids, stream.sizes, server_counts, stream.finish == "stop")
+    return ServedAnswer(
+        prompt,
+        num_tokens,
+        first,
+        last,
+        ids,
+        stream.sizes,
+        server_counts,
+        ended=stream.finish == "stop",
+        prompt_tokens=stream.prompt_tokens,
+    )
 
 
 @dataclass
@@ -164,11 +200,13 @@ class AnswerStream:
     has_ids: bool = True
     finish: str | None = None
     num_tokens: int = 0
+    prompt_tokens: int | None = None
 
     def read(self, seconds: float, document: dict) -> None:
         """Adds an event."""
         usage, verbose = document.get("usage") or {}, document.get("__verbose") or {}
         self.num_tokens = usage.get("completion_tokens") or self.num_tokens
+        self.prompt_tokens = usage.get("prompt_tokens") or self.prompt_tokens
         for choice in document.get("choices") or []:
             self.finish = choice.get("finish_reason") or self.finish
             self._add_tokens(seconds, find_text(choice), choice.get("token_ids", verbose.get("tokens")))
@@ -232,6 +270,7 @@ class TriedServer:
     """A server that was tried with a request.
 
     baseline: the server without drafts; None where nothing answers without drafts
+    control: a second server without drafts, to compare answers; None: there is none
     first: requests of first turns; longest: drafts of a round, None where the server does not say
     notes: sentences on the server; settings: options and facts that its answers and speeds depend on
     """
@@ -243,12 +282,23 @@ class TriedServer:
     longest: int | None
     notes: list[str]
     settings: dict[str, Any]
+    control: Server | None = None
+
+    @property
+    def servers(self) -> list[Server]:
+        """All servers that are asked."""
+        return [server for server in (self.server, self.baseline, self.control) if server]
 
 
 def try_server(
-    options: ServerOptions, question_set: QuestionSet, target: str | None, console: progress.Results
+    options: ServerOptions,
+    question_set: QuestionSet,
+    target: str | None,
+    console: progress.Results,
+    *,
+    control: str | None = None,
 ) -> TriedServer:
-    """Tries engine= and baseline=. target: name of the head's target; None without a head
+    """Tries engine=, baseline= and control=. target: name of the head's target; None without a head
 
     Raises ValueError for a server that cannot be measured.
     """
@@ -271,7 +321,17 @@ def try_server(
         "target": f"{server.model} of {server.kind}",
         "baseline": plain and (options.baseline or PLAIN_FIELDS[server.kind]),
     }
-    return TriedServer(server, plain, requests, first, longest, notes, settings)
+    draft = server.entry.get("draft") or {}  # another head at the same URL is refused where the server names it
+    settings |= {f"served {name}": draft[name] for name in ("checkpoint", "version") if draft.get(name)}
+    second_plain = None
+    if control is not None:
+        second_plain = leave_out_drafts(find_server(control, options, question_set, console))
+        check_kind("control", second_plain, server)
+        check_plain(f"control={control}", second_plain, first[0])
+    for name, plain_server in (("baseline", plain if options.baseline else None), ("control", second_plain)):
+        if plain_server is not None:
+            notes += compare_models(name, plain_server, server, tokenizer, first[0])
+    return TriedServer(server, plain, requests, first, longest, notes, settings, second_plain)
 
 
 def find_server(url: str, options: ServerOptions, question_set: QuestionSet, console: progress.Results) -> Server:
@@ -286,31 +346,54 @@ def find_server(url: str, options: ServerOptions, question_set: QuestionSet, con
         names = ", ".join(str(model["id"]) for model in models)
         raise ValueError(f"{url} has no model {options.model}, but {names}: give model= as it is called there.")
     kind = str(model.get("owned_by"))
-    body = make_body(options, question_set, kind)
-    return replace(server, model=str(model["id"]), kind=kind, root=str(model.get("root")), body=body)
+    body = make_body(
+        kind,
+        options.decode.make_sampling(),
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+        ignore_stop=options.ignore_stop,
+        stop=question_set.stop,
+    )
+    root = str(model.get("root") or "")
+    return replace(server, model=str(model["id"]), kind=kind, root=root, body=body, entry=model)
 
 
-def make_body(options: ServerOptions, question_set: QuestionSet, kind: str) -> dict[str, Any]:
-    """The fields that all requests to a server share."""
-    sampling = options.decode.make_sampling()
-    body: dict[str, Any] = {"max_tokens": options.max_new_tokens, "temperature": sampling.temperature}
+def make_body(
+    kind: str,
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    seed: int,
+    ignore_stop: bool = False,
+    stop: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The fields that all requests to a server share. kind: see `Server`; stop: texts that end an answer"""
+    body: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": sampling.temperature}
     if kind != SPECDEC or sampling.greedy:  # with a seed it would draft in a fixed shape, or not at all
-        body["seed"] = options.seed
+        body["seed"] = seed
+    if kind in PRESET and not sampling.greedy:
+        body |= UNLIMITED
+    has_penalty = kind in PRESET or sampling.repetition_penalty != 1
     optional = {
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "ignore_eos": options.ignore_stop or None,
-        "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty != 1 else None,
-        "stop": list(question_set.stop) or None,
+        "ignore_eos": ignore_stop or None,
+        name_penalty(kind): sampling.repetition_penalty if has_penalty else None,
+        "stop": list(stop) or None,
     }
     body |= {name: value for name, value in optional.items() if value is not None}  # OpenAI's servers refuse some
     return body | {"stream": True, "stream_options": {"include_usage": True}, **EXTRA_FIELDS.get(kind, {})}
 
 
+def name_penalty(kind: str) -> str:
+    """The field of a request's body with the repetition penalty."""
+    return "repeat_penalty" if kind == LLAMA_CPP else "repetition_penalty"
+
+
 def find_tokenizer(options: ServerOptions, server: Server, target: str | None) -> PreTrainedTokenizerBase | None:
     """The target's tokenizer; None where it is not here."""
     name = options.target.name or target or server.root
-    if not (options.target.name or target or Path(name, "tokenizer.json").is_file()):
+    if not (options.target.name or target or (name and Path(name, "tokenizer.json").is_file())):
         progress.print_note(
             "Prompts are sent as messages; with target.name= token ids are sent, which all servers read alike."
         )
@@ -323,7 +406,8 @@ def probe_server(
 ) -> tuple[Server | None, int | None, list[str]]:
     """Sends a short request with drafts, and one without.
 
-    Returns the server without drafts, the drafts of a round, and notes. Raises ValueError where baseline= drafts, too.
+    Returns the server without drafts, the drafts of a round, and notes. Raises ValueError where baseline= drafts, too,
+    or is another engine.
     """
     notes = []
     with server.open() as connection:
@@ -332,25 +416,63 @@ def probe_server(
     if batch.drafts is None:
         hint = COUNTER_HINTS.get(server.kind, "it has no counters that are known here")
         notes.append(f"{server.url} says nothing about drafts, so tau cannot be had: {hint}.")
-    elif not batch.drafts:
-        notes.append(f"{server.url} does not draft: tau is 1 by its own counters.")
     if options.baseline:
-        baseline = find_server(options.baseline, options, question_set, console)
-    elif server.kind in PLAIN_FIELDS and batch.drafts:
-        baseline = replace(server, body=server.body | PLAIN_FIELDS[server.kind])
+        baseline = leave_out_drafts(find_server(options.baseline, options, question_set, console))
+    elif server.kind in PLAIN_FIELDS and (batch.drafts or server.kind != LLAMA_CPP):  # a short text may have no drafts
+        baseline = leave_out_drafts(server)
     else:
         return None, longest, notes
-    with baseline.open() as connection:
-        if not connection.send_requests([request], max_tokens=WARM_UP_TOKENS).drafts:
-            return baseline, longest, notes
     if options.baseline:
-        raise ValueError(
-            f"baseline={options.baseline} drafts, too: give the URL of a server of the same model without drafts."
+        check_kind("baseline", baseline, server)
+        check_plain(f"baseline={options.baseline}", baseline, request)
+    elif answers_with_drafts(baseline, request):
+        notes.append(
+            "This server cannot leave out drafts for a request: give baseline=URL of one without, to compare speeds."
         )
-    notes.append(
-        "This server cannot leave out drafts for a request: give baseline=URL of one without, to compare speeds."
-    )
-    return None, longest, notes
+        return None, longest, notes
+    return baseline, longest, notes
+
+
+def leave_out_drafts(server: Server) -> Server:
+    """The server with requests that are answered without drafts, as far as its kind has such requests."""
+    return replace(server, body=server.body | PLAIN_FIELDS.get(server.kind, {}))
+
+
+def answers_with_drafts(server: Server, request: Request) -> bool:
+    """Whether the server drafts for a short request, as far as it says."""
+    with server.open() as connection:
+        return bool(connection.send_requests([request], max_tokens=WARM_UP_TOKENS).drafts)
+
+
+def check_kind(option: str, plain: Server, server: Server) -> None:
+    """Raises ValueError for a server without drafts of another engine. option: name of the option with its URL"""
+    if plain.kind != server.kind:
+        raise ValueError(
+            f"{option}={plain.url} is a server of {plain.kind}, and engine={server.url} one of {server.kind}: answers "
+            "and speeds of drafts are compared within one engine, so give that engine without drafts."
+        )
+
+
+def check_plain(option: str, server: Server, request: Request) -> None:
+    """Raises ValueError for a server that drafts. option: the option with its URL, for the message"""
+    if answers_with_drafts(server, request):
+        raise ValueError(f"{option} drafts, too: give the URL of a server of the same model without drafts.")
+
+
+def compare_models(
+    option: str, plain: Server, server: Server, tokenizer: PreTrainedTokenizerBase | None, request: Request
+) -> list[str]:
+    """A note where a server without drafts calls its model otherwise. option: name of the option with its URL
+
+    Raises ValueError for one with another tokenizer.
+    """
+    if tokenizer is not None:
+        with plain.open() as connection, reading.name_location(f"{option}={plain.url}"):
+            check_tokenizer(connection.client, plain.model, tokenizer, request[1]["prompt"])
+    if Path(plain.model).name == Path(server.model).name:
+        return []
+    names = [shorten_name(model) for model in (plain.model, server.model)]
+    return [f"{option}= serves {names[0]}, and engine= {names[1]}: make sure that they are the same."]
 
 
 def find_longest(batches: Sequence[ServedBatch]) -> int | None:
