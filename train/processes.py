@@ -4,11 +4,13 @@ Every process has all weights, gradients and moments of the optimizer (DDP). A t
 """
 
 import contextlib
+import contextvars
 import os
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +24,7 @@ from specdec.heads.base import Head
 from specdec.target.model import Target
 
 Item = TypeVar("Item")
+HEARTBEAT = 30.0  # seconds between two messages of a process that works alone, well below train.timeout
 WHOLE_DRAFTER = "each process has the whole drafter, and target.shard=true divides a target"
 # Variables ACCELERATE_NAME of accelerate's launcher: flag, what decides in its place, values that change nothing
 OFF_VALUES = ("false", "", "0", "no", "off", "n", "f")
@@ -215,6 +218,21 @@ class ProcessGroup(Group):
     def share(self, value: Item) -> Item:
         """The value of the main process."""
         return broadcast_object_list([value])[0]
+
+    def share_result(self, make: Callable[[], Item]) -> Item:
+        """The result of `make`, which the main process calls in a thread, however long it takes.
+
+        The others hear from it every HEARTBEAT seconds, as they wait for one message no longer than train.timeout.
+        """
+        if PartialState().num_processes == 1:
+            return make()
+        with ThreadPoolExecutor(1, "main") as pool:
+            futures = [pool.submit(contextvars.copy_context().run, make)] if self.main else []
+            while True:
+                done, _ = wait(futures, HEARTBEAT)
+                results = self.share([future.result() for future in done])
+                if results:
+                    return results[0]
 
     @property
     def main(self) -> bool:  # type: ignore[override]

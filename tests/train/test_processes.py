@@ -5,19 +5,24 @@ import itertools
 import os
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 
 from specdec import checkpoint
 from tests.support.commands import ROOT, child_environment, start
 from tests.support.runs import PowerCutError, before_steps, cut_power, losses_of, train_overrides
-from tests.support.together import free_ports
+from tests.support.together import free_ports, together
+from train import processes
 from train.features.loader import Order
 from train.loop.trainer import StopVote
-from train.processes import ProcessLost, Waiting
+from train.processes import ProcessGroup, ProcessLost, Waiting
 
 
 def order_of(settings: list[tuple[int, int, int]], steps: int, num_packs: int) -> list[int]:
@@ -115,3 +120,29 @@ def test_processes_ask_for_signals_seldom_but_often_enough_for_a_launcher_that_k
     assert slow == [1, 6, 11, 16, 21, 26, 30, 35, 40, 45, 50, 55, 60]
     assert ask(True, 60.0, [[15, 0, 20]]) == list(range(1, 61))
     assert ask(False, 60.0, [[15, 0, 20]]) == quick  # as the main process says
+
+
+# A process that works alone
+
+
+def test_others_hear_from_a_process_that_works_alone(monkeypatch):
+    messages = []
+    monkeypatch.setattr(processes, "HEARTBEAT", 0.01)
+    monkeypatch.setattr(processes, "PartialState", lambda: SimpleNamespace(num_processes=2, is_main_process=True))
+    monkeypatch.setattr(processes, "broadcast_object_list", lambda values: messages.append(values[0]) or values)
+    result = ProcessGroup(0, 1).share_result(lambda: time.sleep(0.1) or "answer")
+    assert result == "answer" and messages[-1] == ["answer"] and messages[:-1] == [[]] * (len(messages) - 1)
+    assert len(messages) > 2
+
+
+def answer_slowly() -> list:
+    """In each process: what the main one answers after three times the limit of one exchange."""
+    processes.HEARTBEAT = 0.3
+    Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=2))])
+    group = ProcessGroup(0, 1)
+    return [group.share_result(lambda: time.sleep(6) or "late"), group.share_result(lambda: None)]
+
+
+@pytest.mark.full
+def test_two_processes_wait_for_one_longer_than_the_limit_of_an_exchange():
+    assert together(2, "tests.train.test_processes:answer_slowly") == [["late", None]] * 2

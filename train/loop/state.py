@@ -45,6 +45,7 @@ class RunFolder:
         best                              the name of the best checkpoint
         state/step_000500/                weights, optimizer and counters; the newest two are kept
         finished                          written after the last step
+        served/step-500/                  the head of the last validation, for an engine
         lock                              while a process writes here
     """
 

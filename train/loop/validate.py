@@ -49,13 +49,14 @@ from specdec.proposers.base import Proposer
 from specdec.proposers.costs import Costs
 from specdec.target.structure import find_experts
 from specdec.text.conversations import Prompt
+from train.loop.served_validation import MIN_PROMPTS, ServedValidation
 from train.processes import ProcessGroup
 from train.settings.options import ValidationConfig
 from train.show import display
 
 Result = TypeVar("Result")
 AUTO_SHARE = 1 / 3  # share of the seconds of validation so far that auto may take at the end, at most
-MIN_PROMPTS = 2  # prompts that are decoded at the end, however short the training was: one prompt has no interval
+KEPT_FIGURES = ("candidates", "ema", "step", "training", "by_category", "by_tag", "served")  # besides those of replay
 
 
 class Validation:
@@ -99,7 +100,9 @@ class Validation:
         self.texts: list[AnsweredPrompt] | None = None  # answers that are replayed
         self.text_decoder: TextDecoder | None = None  # decoder of answers that reports keep; None: they keep none
         self.num_trained = 0  # prompts that are trained on, too
-        self.seconds = dict.fromkeys(("answers", "replay", "decode", "auto"), 0.0)  # seconds of validation so far
+        self.served: ServedValidation | None = None  # an engine that gets the head
+        # Seconds of validation so far
+        self.seconds = dict.fromkeys(("answers", "replay", "decode", "auto", "engine"), 0.0)
         self.prompt_seconds: float | None = (
             None  # seconds of decoding a prompt, plainly and drafted; None: not measured
         )
@@ -119,18 +122,20 @@ class Validation:
         if not self.replays:
             ((_, frozen),) = candidates.items()
             if required or self.settings.decode == "always" or self._affords_all_prompts(trained):
-                return frozen, self._finish_report(self._decode_all(frozen), step)
+                report = self._ask_if_time(replace(self._decode_all(frozen), step=step), frozen, trained)
+                return frozen, self._finish_report(report)
             self.console.say(
                 f"step {step}: validation is put off: decoding takes more than is left of validation.share"
             )
             return None
         better, report = self._replay_all(candidates)
+        report = self._ask_if_time(replace(report, step=step), candidates[better], trained)
         may_decode = self.engine is None and self.settings.decode == "best" and not required
         if may_decode and (best is None or getattr(report, self.figure_name) > best):
             num = self._count_affordable_prompts(self._count_seconds_left(trained))
             if num >= min(MIN_PROMPTS, len(self.prompts)):
                 report = self._add_decoded(report, candidates[better], num)
-        return candidates[better], self._finish_report(report, step)
+        return candidates[better], self._finish_report(report)
 
     def _decode_all(self, frozen: Head) -> Report:
         """The report of decoding all prompts: figures of different prompts cannot be compared."""
@@ -153,16 +158,20 @@ class Validation:
 
     def needs_decoding(self, report: Report) -> bool:
         """Whether `decode_best` has something to add to the report of the best step."""
-        return self._is_partly_decoded(report) or (self._wants_auto(report) and not self.adapts_target)
+        decodes = self._is_partly_decoded(report) or (self._wants_auto(report) and not self.adapts_target)
+        return decodes or (self.served is not None and self.served.is_partial(report))
 
     def decode_best(self, frozen: Head, report: Report, *, trained: float) -> Report:
-        """At the end: the report of the best step with what decoding its checkpoint gives."""
+        """At the end: the report of the best step with what decoding its checkpoint, here and in an engine, gives."""
+        if self.served is not None and self.served.is_partial(report):
+            with self._add_seconds("engine"):
+                report = self.served(report, frozen, *self.served.plan(None))
         if self.engine is not None:
             return report
         if self._is_partly_decoded(report):
             num = self._count_affordable_prompts(self._count_seconds_left(trained))
             report = self._add_decoded(report, frozen, max(MIN_PROMPTS, num))
-        return self._finish_report(self._add_auto(report, frozen), report.step)
+        return self._finish_report(self._add_auto(report, frozen))
 
     def describe_cost(self, trained: float) -> str:
         """One sentence on what validation took."""
@@ -205,9 +214,8 @@ class Validation:
 
     def _add_decoded(self, report: Report, frozen: Head, num: int) -> Report:
         """A report of replay and the decoding of the first `num` prompts."""
-        kept_names = [name for name in vars(report) if name.startswith("replayed_")]
-        kept_names += ["candidates", "ema", "step", "training", "by_category", "by_tag"]
-        kept_figures = {name: getattr(report, name) for name in kept_names}
+        is_kept = {name: name.startswith("replayed_") or name in KEPT_FIGURES for name in vars(report)}
+        kept_figures = {name: value for name, value in vars(report).items() if is_kept[name]}
         return replace(self._summarise_decoded(self._decode(frozen, num)), **kept_figures)
 
     def _decode(self, frozen: Head, num: int) -> list[PromptResult]:
@@ -320,19 +328,35 @@ class Validation:
         samples = write_samples(results, self.text_decoder) if self.text_decoder else []
         return replace(self._summarise(results), samples=samples)
 
-    def _finish_report(self, report: Report, step: int | None) -> Report:
-        """Adds shape, step, experts and fast paths to a report, and prints it."""
+    def _finish_report(self, report: Report) -> Report:
+        """Adds shape, experts and fast paths to a report, and prints it."""
         experts = find_experts(self.target.config.to_dict())
         numbers = None if experts is None else [experts.num, experts.per_token]
         report = replace(
             report,
             shape=str(self.drafting.shape),
-            step=step,
             experts=numbers,
             fast=fast.describe_paths(self.target.device),
         )
         display.print_validation(self.console, report, self.drafting.shape)
         return report
+
+    # In an engine
+
+    def _ask_if_time(self, report: Report, frozen: Head, trained: float) -> Report:
+        """The report with an engine's figures, of as many prompts as there is time for."""
+        if self.served is None:
+            return report
+        num, loads = self.group.share(self.served.plan(self._count_seconds_left(trained)))
+        all_loads = self.served.options.loads
+        if len(loads) < len(all_loads):
+            missing = f"with {', '.join(str(load) for load in all_loads if load not in loads)} requests at once"
+            about = f"step {report.step}: the engine is not asked{(' ' + missing) * bool(loads)}"
+            self.console.say(f"{about}: validation.share leaves too little time")
+        if not loads:
+            return report
+        with self._add_seconds("engine"):
+            return self.served(report, frozen, num, loads)
 
     # Time and processes
 
@@ -342,13 +366,12 @@ class Validation:
 
     def _count_affordable_prompts(self, seconds_left: float | None) -> int:
         """The number of prompts that all processes can decode in this time, by the main one's clock. None: no limit"""
+        if seconds_left is not None and self.prompt_seconds is None and self.replays and self.texts is None:
+            self.texts = self._get_answers()  # this measures a prompt, in a run that was resumed at its end
         num = len(self.prompts)
         if seconds_left is not None:
-            if self.prompt_seconds is None and self.replays and self.texts is None:
-                self.texts = self._get_answers()  # this measures a prompt, in a run that was resumed at its end
-            affordable = (
-                int(seconds_left / self.prompt_seconds) * self.group.num if self.prompt_seconds else MIN_PROMPTS
-            )
+            seconds, at_once = self.prompt_seconds, self.group.num
+            affordable = int(seconds_left / seconds) * at_once if seconds else MIN_PROMPTS
             num = min(num, affordable) if seconds_left > 0 else 0
         return broadcast_object_list([num])[0]
 
@@ -357,6 +380,7 @@ class Validation:
         seconds_left = self._count_seconds_left(trained)
         if seconds_left is None or self.settings.decode == "end":
             return seconds_left is None
+        seconds_left += self.seconds["engine"]  # an engine must not put off the figure that chooses the best step
         rounds = -(-len(self.prompts) // self.group.num)
         return broadcast_object_list([seconds_left > 0 and (self.prompt_seconds or 0.0) * rounds <= seconds_left])[0]
 

@@ -36,13 +36,21 @@ from train.features.feature_files import FeatureFolder
 from train.features.loader import Material, permute_packs
 from train.features.outputs import ComputedFeatures, Features, StoredFeatures
 from train.loop import optimizer as optimization
+from train.loop.served_validation import ServedValidation
 from train.loop.state import RunFolder
 from train.loop.trainer import MIN_MEASURED_PACKS, Trainer
 from train.loop.validate import Validation
 from train.prepare import plan
 from train.prepare.facts import MeasuredFacts, PlannedFacts, make_drafter
 from train.prepare.plan import instantiate
-from train.processes import check_launcher, compute_by_main, count_threads, find_ignored_flags, is_main
+from train.processes import (
+    ProcessGroup,
+    check_launcher,
+    compute_by_main,
+    count_threads,
+    find_ignored_flags,
+    is_main,
+)
 from train.settings import record
 from train.settings.decide import Decided, decide
 from train.settings.options import RunConfig, RunOptions, fill_from_record, list_fixed_settings, read_settings
@@ -82,17 +90,16 @@ def make_trainer(
         prompts,
         options=config.validation,
         drafting=config.drafting,
-        measuring=MeasureSettings(
-            Sampling(temperature=config.validation.temperature),
-            data.list_stop_tokens(tokenizer, target.model.generation_config),
-            config.validation.max_new_tokens,
-            seed=config.train.seed,
-        ),
+        measuring=make_measuring(config, facts),
         console=console,
         engine=engine,
     )
     check_validation(validation, drafter, source=config.data.heldout, ema=config.train.ema)
     validation.texts, validation.num_trained = texts, num_trained
+    validation.served = make_served(config, facts, prompts, spec, path)
+    if validation.served is not None:
+        validation.served.reader = engine
+        connect_served(validation.served, drafter, facts, minutes=config.train.timeout)
     validation.text_decoder = TextDecoder.from_tokenizer(tokenizer)
     features = make_features(config, drafter, packs, accelerator, engine)
     inputs = {"heldout": reading.digest_prompts(facts.heldout), **digest_target(target)}
@@ -287,6 +294,13 @@ def count_missing(folder: FeatureFolder, packs: Packs, reads: list[int]) -> int:
 # Validation
 
 
+def make_measuring(config: RunConfig, facts: MeasuredFacts) -> MeasureSettings:
+    """How held-out prompts are answered."""
+    stop = data.list_stop_tokens(facts.tokenizer, facts.target.model.generation_config)
+    sampling, options = Sampling(temperature=config.validation.temperature), config.validation
+    return MeasureSettings(sampling, stop, options.max_new_tokens, seed=config.train.seed)
+
+
 def check_validation(validation: Validation, drafter: Head, *, source: str, ema: float | None) -> None:
     """Raises ValueError if the first validation would fail. source: file of the prompts; ema: `train.ema`"""
     if validation.engine is None:
@@ -305,6 +319,29 @@ def check_validation(validation: Validation, drafter: Head, *, source: str, ema:
         f"needs {needs}, and a head that leaves the target as it is. Or set train.ema=null.": ema is not None,
     }
     raise_first(wrong if not validation.replays else {})
+
+
+def make_served(
+    config: RunConfig, facts: MeasuredFacts, prompts: list[Prompt], spec: dict, path: Path
+) -> ServedValidation | None:
+    """The validation in an engine; None without one. spec: see `ServedValidation`; path: folder of the run"""
+    if config.validation.engine is None:
+        return None
+    measuring, console = make_measuring(config, facts), progress.Results()
+    group = ProcessGroup(0, 1)  # the main process alone has a share of the requests
+    return ServedValidation(config.validation, config.decode.depth, measuring, prompts, spec, path, group, console)
+
+
+def connect_served(served: ServedValidation, drafter: Head, facts: MeasuredFacts, *, minutes: float) -> None:
+    """Tries the servers, and puts the drafter into the engine, as later validations will do.
+
+    Raises ValueError for servers that will not do.
+    """
+
+    def try_servers() -> None:
+        progress.print_note(f"engine   {served.check_servers(facts.target, facts.tokenizer, drafter)}")
+
+    compute_by_main(try_servers, "the engine of validation", minutes=minutes)
 
 
 def record_run(config: RunConfig, trainer: Trainer, *, arguments: list[str], start: str | None) -> None:
@@ -346,4 +383,16 @@ def show_plan(options: RunOptions, path: Path) -> str:
     if isinstance(facts, MeasuredFacts) and pace is not None:
         memory = plan.measure_memory(memory, facts.processes.device)
     printed_plan = plan.make_plan(config, counted.drafter, facts.texts, facts.hardware, memory, pace)
-    return f"{plan.describe_plan(config, path, facts.hardware)}\n{printed_plan}"
+    return f"{plan.describe_plan(config, path, facts.hardware)}\n{printed_plan}{describe_served(config, facts, path)}"
+
+
+def describe_served(config: RunConfig, facts: PlannedFacts, path: Path) -> str:
+    """A line of the plan on the engine of validation, which gets no head now; empty without one."""
+    if not isinstance(facts, MeasuredFacts) or facts.packs is None or config.validation.engine is None:
+        return ""
+    _, prompts = encode_prompts(config, facts.tokenizer, facts.packs, reading.spread_rows(facts.heldout, 1))
+    try:
+        served = make_served(config, facts, prompts, {}, path)
+        return "" if served is None else f"\nengine   {served.check_servers(facts.target, facts.tokenizer)}"
+    except ValueError as error:
+        return f"\ndoes not fit: {error}"

@@ -252,6 +252,11 @@ class ValidationOptions(Options):
     auto: Literal["never", "end"]
     share: NonNegative | None  # share of the training time; None: no limit
     answers: Text  # folder of answers, or file of recorded ones
+    engine: Text | None  # URL of a server that drafts with the head of each validation
+    baseline: Text | None  # URL of a server of the target without drafts
+    loads: Annotated[list[SmallCount], Field(min_length=1)]  # requests at once
+    engine_folder: Text | None  # folder of the heads for the engine; None: inside the run's folder
+    timeout: Duration  # seconds of silence after which the engine is given up
 
     @property
     def has_recorded_answers(self) -> bool:
@@ -306,11 +311,17 @@ class RunOptions(Options):
     def check_together(self) -> Self:
         start, urls, adapts = self.start_vocab, self.features.urls, self.adapts_target
         here = "for which the target must be in this process: use features.mode=online."
+        engine, baseline = self.validation.engine, self.validation.baseline
         served, shared, new = f"features.engine={urls}:", "target.shard=true:", self.start is None and start != "keep"
         wrong = {
             f"start_vocab={start} is for a checkpoint that is trained further: give start=, too.": new,
             # A server reads the texts
             f"{served} the head changes the target, {here}": urls and adapts,
+            f"validation.engine={engine}: the head changes the target, and the engine has the original one: leave it "
+            "out.": engine is not None and adapts,
+            f"validation.baseline={baseline} is compared with an engine: give validation.engine=URL, too.": (
+                baseline is not None and engine is None
+            ),
             f"{served} target.shard=true keeps the target's layers in these processes, {here}": urls
             and self.target.shard,
             # The target's layers are in parts

@@ -15,6 +15,7 @@ from specdec.measuring.charts import ChartCurve, chart_bars, chart_lines, format
 from specdec.measuring.page import KEY, Section, Table, Verdict, format_figure, write_page
 from specdec.measuring.report import TAU, Report, describe_losslessness
 from train.show import data_law
+from train.show.served import chart_served, list_texts, tabulate_served
 
 PAGE = "report.html"
 LOSSES_PER_MEAN = 20  # logged losses in a point of the smoothed curve, which then shows its trend
@@ -78,6 +79,12 @@ def list_sections(report: Report, log: Sequence[dict], facts: dict[str, Any], ru
     repeat = [("The command that repeats it:", facts["command"])] if facts else []
     return [
         Section(texts=[*verdicts, f"tau: {TAU}. {INTERVALS}"], tiles=list_tiles(report)),
+        Section(
+            "In an engine",
+            points=list_texts(report.served),
+            table=tabulate_served(report.served),
+            charts=chart_served(find_validations(log)),
+        ),
         Section("Answers", body=colour_answers(report.samples)),
         Section("Drafts", charts=chart_drafts(report)),
         Section("By category", table=tabulate("category", report.by_category)),
@@ -152,14 +159,15 @@ def chart_log(log: Sequence[dict]) -> list[Markup]:
     if not log:
         return []
     losses = read_series(log, "loss")
+    reports = find_validations(log)
     means = []
     for end in range(LOSSES_PER_MEAN, 1 + len(losses)):
         window = losses[end - LOSSES_PER_MEAN : end]
         means.append((window[-1][0], statistics.fmean(loss for _, loss in window)))
     loss_curves = [ChartCurve("loss", losses), ChartCurve(f"mean of {LOSSES_PER_MEAN}", means)]
     tau_curves = [
-        draw_validations(log, "replayed_tau", "replayed tau"),
-        draw_validations(log, "tau", "decoded tau"),
+        draw_validations(reports, "replayed_tau", "replayed tau"),
+        draw_validations(reports, "tau", "decoded tau"),
         ChartCurve("training texts", read_series(log, "tau")),
     ]
     title = "tau of held-out prompts (with 95 % intervals) and of training texts"
@@ -174,9 +182,13 @@ def read_series(log: Sequence[dict], name: str) -> list[tuple[int, float]]:
     return [(row["step"], row[name]) for row in log if isinstance(row.get(name), int | float)]
 
 
-def draw_validations(log: Sequence[dict], name: str, title: str) -> ChartCurve:
-    """A figure of the log's validations, with its intervals. The last validation of a step counts."""
-    reports = {row["step"]: row["validation"] for row in log if "validation" in row}
+def find_validations(log: Sequence[dict]) -> dict[int, dict]:
+    """The reports of validations by step. The last one of a step counts."""
+    return {row["validation"].get("step", row["step"]): row["validation"] for row in log if "validation" in row}
+
+
+def draw_validations(reports: Mapping[int, dict], name: str, title: str) -> ChartCurve:
+    """A figure of validations, with its intervals. reports: reports of validations by step"""
     points, spans = [], []
     for step, report in reports.items():
         value = report.get(name)

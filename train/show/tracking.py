@@ -23,15 +23,16 @@ PROJECT = "specdec"  # name of the project, unless WANDB_PROJECT or TRACKIO_PROJ
 WANDB_ID = "wandb_id"  # file in a run's folder: the number under which a continued run goes on
 STEP = "step"  # W&B's axis of charts: its own count shifts where a continued run repeats steps
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")  # names of environment variables whose values are never shown
-TABLE_KEYS = ("by_category", "by_tag", "differences", "samples")  # of a report: tables, not figures
+SERVED = "served"  # figures of an engine
+TABLE_KEYS = (SERVED, "by_category", "by_tag", "differences", "samples")  # of a report: tables, not figures
 
 
 def list_figures(kind: str, values: dict[str, Any]) -> dict[str, float]:
     """Every number of a row of log.jsonl or of a report.json, as KIND/name.
 
     An interval `tau_ci` becomes tau_low and tau_high. A list by depth becomes survival_1, survival_2 .., and figures
-    inside `auto` become auto_speedup and so on. Texts, true and false, numbers that are not finite, and tables are
-    left out. kind: train, validation or best
+    inside `auto` become auto_speedup and so on. Those of an engine are served/swap_seconds, and by load served/8_tau.
+    Texts, true and false, numbers that are not finite, and tables are left out. kind: train, validation or best
     """
     figures: dict[str, float] = {}
 
@@ -49,7 +50,9 @@ def list_figures(kind: str, values: dict[str, Any]) -> dict[str, float]:
     for name, value in values.items():
         if name not in TABLE_KEYS:
             add_figure(name, value)
-    return figures
+    served = dict(values.get(SERVED) or {})
+    served |= served.pop("loads", {})
+    return figures | (list_figures(f"{kind}/{SERVED}".removeprefix("validation/"), served) if served else {})
 
 
 def check_installed(name: str) -> None:

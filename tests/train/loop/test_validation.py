@@ -38,7 +38,8 @@ from train.show import run_page
 
 CHAIN = Drafting(depth=3)
 SETTINGS = {"num_prompts": 5, "max_new_tokens": 24, "temperature": 0.0, "decode": "best", "auto": "never",
-            "share": None, "answers": "answers"}  # fmt: skip
+            "share": None, "answers": "answers", "engine": None, "baseline": None, "loads": [1], "engine_folder": None,
+            "timeout": 9.0}  # fmt: skip
 
 
 @pytest.fixture
@@ -226,6 +227,13 @@ def test_decoding_keeps_to_its_share_of_the_training_time(make, drafter, clock):
     assert not judge(validation, drafter, trained=9000.0, best=report.replayed_tau).decoded  # not better than the best
     assert judge(validation, drafter, trained=9000.0, best=1.0).num_prompts == 5
     assert "validation took 0.9 % of the 9000 s of training (decode 80.0 s)" in validation.describe_cost(9000.0)
+
+
+def test_the_time_of_an_engine_does_not_put_off_the_figure_that_chooses(make, drafter, clock):
+    """With decode=always there is no replay, so decoding alone chooses the best step."""
+    validation = make(drafter, share=0.1, decode="always")
+    validation.prompt_seconds, validation.seconds["engine"] = 10.0, 1000.0
+    assert validation._affords_all_prompts(500.0) and not validation._affords_all_prompts(499.0)
 
 
 def test_captured_rounds_serve_all_validations_of_a_run(make, small_target, drafter, monkeypatch):
