@@ -29,7 +29,7 @@ help:
 	@echo "make test-gpu-code  code for GPUs, generated and checked without one (installs triton, 190 MB)"
 	@echo "make lint    ruff and mypy"
 	@echo "make site    these pages as a site with a search, in build/site"
-	@echo "make engines vLLM and llama.cpp on the CPU, in engines (once, 4 GB), for tests of exports"
+	@echo "make engines vLLM, llama.cpp and OpenVINO on the CPU, in engines (once, 6 GB), for tests of exports"
 	@echo "make gpu     on a machine with CUDA, without a network: what works there and how fast (again: what is missing)"
 	@echo "make gpu-wheels  what that machine may lack, into gpu-wheels, to be copied there"
 

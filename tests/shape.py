@@ -43,7 +43,7 @@ USER_NAMES = {
     "benchmarks/gpu/options.py": {"part"},
     "scripts/datastore.py": {"data"},
     "scripts/show_data.py": {"data"},
-    "specdec/engines/launch.py": {"more"},
+    "scripts/launch_engine.py": {"more"},
     "specdec/experiments/cascade/proposer.py": {"inner"},
     "specdec/measuring/model_card.py": {"data"},
     "train/settings/options.py": {"data"},

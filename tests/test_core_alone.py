@@ -19,7 +19,7 @@ IMPORT_ALL = """
 import importlib, pathlib, sys
 for path in sorted(pathlib.Path(sys.argv[1]).rglob("specdec/**/*.py")):
     name = ".".join(path.relative_to(sys.argv[1]).with_suffix("").parts).removesuffix(".__init__")
-    if name != "specdec.core.tree_kernels":  # needs triton
+    if name not in ("specdec.core.tree_kernels", "specdec.engines.draft_weights.in_vllm.draft_files"):  # Triton, vLLM
         importlib.import_module(name)
 """
 

@@ -137,7 +137,7 @@ def test_verbs_of_the_console_command_exist():
 
 
 def option_class(file: str) -> type:
-    """The dataclass that a benchmark passes to `read_options`. file: such as benchmarks/rivals.py"""
+    """The dataclass that a benchmark passes to `read_options`. file: such as benchmarks/race.py"""
     tree = ast.parse((ROOT / file).read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     names = [call.args[0].id for call in calls if ast.unparse(call.func) == "common.read_options"]

@@ -3,6 +3,7 @@ clone.
 """
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -122,6 +123,9 @@ def test_the_command_works_outside_of_the_clone(wheel, tmp_path):
     assert " tensors, " in run("export", *settings, "out=exported", "format=vllm").stdout
     assert run("evaluate", *settings, "prompts=prompts.jsonl", "max_new_tokens=4", "auto=false").returncode == 0
     assert json.loads((tmp_path / "evaluation" / "results.json").read_text())["results"][0]["identical_outputs"] == 1
+    words = shlex.split(run("launch_engine", "print=true", "layers=[1]", *settings[1:]).stdout)
+    modules = words[0].removeprefix("PYTHONPATH=")
+    assert Path(modules, "hidden_states_connector.py").is_file() and modules.startswith(str(wheel))
     refused = run("evaluate", *settings)
     assert (
         "There is no file data/prompts_heldout.jsonl" in refused.stderr and "are folders of the clone" in refused.stderr
