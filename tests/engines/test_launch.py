@@ -205,6 +205,7 @@ def test_a_server_that_asks_for_a_key_answers():
 
 
 def launch_server(line: StartLine, port: int) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     exit_at_signals()
     run_server(line, "127.0.0.1", port, "served")
 
@@ -233,7 +234,7 @@ def test_a_signal_ends_what_is_converted(run_script, monkeypatch):
         handler(signal.SIGTERM, None)
 
     monkeypatch.setitem(start_lines.LINES, "transformers", convert)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with pytest.raises(SystemExit) as stop:
             run_script(launch_engine, "engine=transformers")

@@ -398,7 +398,7 @@ class ServedValidation:
             if level["verdict"].startswith(VERDICTS[True]):
                 self.console.say(
                     f"step {step}, {load} at once: the difference from replay is real, and below the {TOLERANCE:.0%} "
-                    "of tau that count as equal"
+                    "of tau - 1 that count as equal"
                 )
             else:
                 first = level["first_difference"]

@@ -350,7 +350,7 @@ def test_one_prompt_gives_no_intervals_and_no_verdict(make, head):
         report = Report(0.0, num_prompts=0, num_rounds=0, step=1)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            level = served(report, head, 1).served["loads"]["2"]  # twice the same prompt
+            level = served(report, head, 1, served.options.loads).served["loads"]["2"]  # twice the same prompt
     assert level["tau"] > 1 and "cannot be told" in level["verdict"] and level["user_speedup"] > 0
     assert {level[name] for name in ("tau_ci", "difference_ci", "replayed_tau_ci", "user_speedup_ci")} == {None}
     assert any("; replayed" in line for line in served.console.printed)
@@ -419,7 +419,7 @@ def test_a_difference_below_the_tolerance_is_told_without_a_warning(make):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         served._tell(1, FIGURES | {"loads": {"1": level | {"verdict": "served = trained: tau 1.9"}}})
-        assert "step 1, 1 at once: the difference from replay is real, and below the 2%" in served.console.printed[-1]
+        assert "step 1, 1 at once: the difference from replay is real, and below the 5%" in served.console.printed[-1]
         with pytest.raises(UserWarning, match="step 1, 1 at once: served is NOT what was trained Round 4 of prompt 7"):
             served._tell(1, FIGURES | {"loads": {"1": level}})
 
