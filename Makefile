@@ -23,7 +23,7 @@ GPU := .venv-gpu/bin/python
 help:
 	@echo "make setup   virtual environment in .venv, and the default target (once)"
 	@echo "make demo    a shipped head beside plain decoding, a training that follows a service, and a table (8 minutes at most)"
-	@echo "make test    the first tier of tests, in two processes (6:23 on two cores); on more cores: make test PROCESSES=8"
+	@echo "make test    the first tier of tests, in two processes (6:57 on two cores); on more cores: make test PROCESSES=8"
 	@echo "make test-full     all tests but those of engines"
 	@echo "make test-engines  exports inside vLLM and llama.cpp, after make engines"
 	@echo "make test-gpu-code  code for GPUs, generated and checked without one (installs triton, 190 MB)"
