@@ -16,8 +16,6 @@ import itertools
 import os
 import re
 import shlex
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,8 +27,8 @@ from benchmarks import common
 from scripts import export, judge
 from specdec import checkpoint
 from specdec.core import files
+from specdec.engines import launch
 from specdec.engines.exported import FORMATS, ExportedHead
-from specdec.engines.launch import ENVIRONMENT, answers
 from specdec.engines.start_lines import LINES, EngineStart, StartLine
 from specdec.measuring.privacy import hide_places
 from specdec.measuring.record import ABSENCE_SCHEMA, Absence, Record, read_record, write_record
@@ -47,6 +45,7 @@ SUITE_FILES = {"spec_bench": "question.jsonl", "gsm8k": "test.jsonl"}  # a line 
 DOUBLED = ("vllm", "llamacpp", "openvino")  # engines that cannot leave out drafts
 ALWAYS_DRAFTS = "specdec serve always has a drafter; records of its drafters have its plain speed, too."
 VLLM_FLAGS = "--no-enable-prefix-caching --gpu-memory-utilization 0.2"  # answers share nothing; two servers at once
+HOST = "127.0.0.1"  # address of all servers
 PATIENCE = 240  # seconds that a server has to start
 IDLE_SECONDS = 1.0  # seconds over which idle servers are watched
 MAX_IDLE = 0.02  # share of a core that idle servers may take before the record has a note
@@ -151,33 +150,24 @@ def make_own_line(cell: Cell, options: BoardOptions, port: int) -> StartLine:
     drafter = [f"proposer={cell.drafter}"]
     if cell.drafter in HEADS:
         drafter = ["proposer=head", f"checkpoint={HEADS[cell.drafter]}", f"decode.depth={options.drafts}"]
-    return StartLine([sys.executable, "-m", "scripts.serve", *target, *drafter])
+    words = [sys.executable, "-m", "scripts.serve", *target, *drafter]
+    return StartLine(words, {"PYTHONPATH": str(common.ROOT)})
 
 
 @contextlib.contextmanager
 def open_server(line: StartLine, port: int, log: Path) -> Iterator[BoardServer]:
     """A server while it is used. Raises ValueError, with the end of its log, where it does not start, and PortTaken."""
-    with socket.socket() as taken:
-        if taken.connect_ex(("127.0.0.1", port)) == 0:
-            raise PortTaken(f"Port {port} is in use: give another port=.")
-    paths = [line.environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH"), str(common.ROOT)]
-    environment = ENVIRONMENT | dict(os.environ) | line.environment | {"PYTHONPATH": ":".join(filter(None, paths))}
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
-        process = subprocess.Popen(line.words, stdout=file, stderr=file, env=environment, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + PATIENCE
-        while not answers(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise ValueError(f"It did not start: {read_error(log)}")
-            time.sleep(0.5)
-        yield BoardServer(url, line, process)
-    finally:
-        for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(patience)
+        launch.check_address(HOST, port)
+    except ValueError:
+        raise PortTaken(f"Port {port} is in use: give another port=.") from None
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file, contextlib.ExitStack() as stack:
+        try:
+            process = stack.enter_context(launch.open_server(line, HOST, port, output=file, patience=PATIENCE))
+        except ValueError:
+            raise ValueError(f"It did not start: {read_error(log)}") from None
+        yield BoardServer(launch.make_url(HOST, port), line, process)
 
 
 def read_error(log: Path) -> str:
@@ -297,7 +287,7 @@ def run_cell(cell: Cell, options: BoardOptions) -> Record | Absence:
 
 def main(arguments: list[str]) -> None:
     options = common.read_options(BoardOptions, __doc__, arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers end, too
+    launch.exit_at_signals()  # servers end, too
     cells, failures = list_cells(options.cells, options.suites), []
     for name in HEADS.values():
         checkpoint.read_document(Path(name))

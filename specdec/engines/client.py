@@ -24,7 +24,7 @@ import httpx
 
 from specdec.core.resumable import digest_bytes
 from specdec.core.shards import is_cached
-from specdec.target.fingerprint import Fingerprint
+from specdec.target.fingerprint import UNREAD, Fingerprint, describe_difference
 from specdec.target.model import Target
 
 Result = TypeVar("Result")
@@ -302,6 +302,17 @@ def find_fingerprint(model: dict) -> Fingerprint | None:
     with contextlib.suppress(ValueError, OSError):
         return Target.load_ends(root).identity.compute()
     return None
+
+
+def check_weights(url: str, model: dict, target: Target, *, advice: str) -> None:
+    """Raises ValueError, with advice, for a server of other weights than the target's, as far as this machine can tell.
+
+    model: its entry in /v1/models
+    """
+    served, here = find_fingerprint(model), target.fingerprint()
+    if served is not None and served.text != here and UNREAD not in f"{served.text} {here}":
+        clause = describe_difference(f"{url} serves {{}} weights ({model.get('root')})", served.text, here)
+        raise ValueError(f"{clause} ({target.name}): {advice}.")
 
 
 # Proxies of the environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY). A server on this machine never needs one.

@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdec.core.sampling import Sampling
-from specdec.engines.client import LLAMA_CPP, BadAnswer, EngineClient, find_fingerprint
+from specdec.engines.client import LLAMA_CPP, BadAnswer, EngineClient, check_weights
 from specdec.engines.hidden_states import delete_file, discard_states, find_file, load_file
 from specdec.engines.start_check import ReadText, make_reference
 from specdec.heads.base import Drafter
-from specdec.target.fingerprint import UNREAD, describe_difference
 from specdec.target.model import Target, TargetOutput
 
 SHORTEST_CONTEXT = 256  # tokens that every server reads
@@ -152,10 +151,7 @@ class EngineTarget:
                 "use vLLM "
                 "(specdec launch_engine) with the same weights, or features.mode=online."
             )
-        here, served = self.target.fingerprint(), find_fingerprint(model)
-        if served is not None and served.text != here and UNREAD not in f"{served.text} {here}":
-            clause = describe_difference(f"{url} serves {{}} weights ({model.get('root')})", served.text, here)
-            raise ValueError(f"{clause} ({self.target.name}): give target.name= the folder that is served.")
+        check_weights(url, model, self.target, advice="give target.name= the folder that is served")
 
 
 def apply_final_norm(target: Target, states: Tensor, layers: tuple[int, ...]) -> Tensor:

@@ -159,8 +159,7 @@ def make_llamacpp_line(start: EngineStart) -> StartLine:
 
 def choose_llamacpp_kind(start: EngineStart) -> str | None:
     """The --spec-type of llama.cpp; None for a plain server. Raises ValueError for what it does not have."""
-    if start.lookup == "suffix":
-        raise ValueError("llama.cpp has no suffix tree: draft=ngram is its look-up.")
+    refuse_suffix(start, "llama.cpp", "look-up")
     if start.head is not None:
         return start.head.read_llamacpp_kind()
     return None if start.lookup is None else "ngram-simple"
@@ -181,8 +180,7 @@ def convert_models(start: EngineStart, kind: str | None) -> tuple[str, str | Non
 
 
 def make_transformers_line(start: EngineStart) -> StartLine:
-    if start.lookup == "suffix":
-        raise ValueError("transformers has no suffix tree: draft=ngram is its prompt lookup.")
+    refuse_suffix(start, "transformers", "prompt lookup")
     if start.head is not None:
         start.head.find_words("transformers", "assistant")
     options = {
@@ -199,8 +197,7 @@ def make_transformers_line(start: EngineStart) -> StartLine:
 
 
 def make_openvino_line(start: EngineStart) -> StartLine:
-    if start.lookup == "suffix":
-        raise ValueError("OpenVINO GenAI has no suffix tree: draft=ngram is its prompt lookup.")
+    refuse_suffix(start, "OpenVINO GenAI", "prompt lookup")
     if start.head is not None:
         start.head.find_words("OpenVINO GenAI", "python openvino_convert.py")
     options = {
@@ -213,6 +210,12 @@ def make_openvino_line(start: EngineStart) -> StartLine:
     }
     python = find_engine(start, "OpenVINO GenAI", "openvino")
     return StartLine([python, "-P", str(FRONT / "openvino_front.py"), json.dumps(options)])
+
+
+def refuse_suffix(start: EngineStart, engine: str, lookup: str) -> None:
+    """Raises ValueError for draft=suffix. lookup: words for the n-grams of the engine"""
+    if start.lookup == "suffix":
+        raise ValueError(f"{engine} has no suffix tree: draft=ngram is its {lookup}.")
 
 
 def list_front_options(start: EngineStart) -> dict[str, Any]:

@@ -203,6 +203,11 @@ def check_prompts(decoder: Decoder, prompts: Iterable[Prompt], max_new_tokens: i
             raise ValueError(f"{prefix}prompt {prompt.id}: {error}") from None
 
 
+def fill_batch(items: list[Item], batch: int) -> list[Item]:
+    """The items, repeated where there are fewer than run at once."""
+    return list(itertools.islice(itertools.cycle(items), max(len(items), batch)))
+
+
 def split_prompts(items: list[Item], batch: int) -> list[list[Item]]:
     """Groups of items for `decode_side_by_side`: single items, or several batches, nearly equal in size."""
     num_batches = LARGE_GROUP_BATCHES if batch > LARGE_BATCH else GROUP_BATCHES

@@ -38,7 +38,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 @pytest.fixture
 def run_board(tmp_path, monkeypatch):
     """run_board(key=value ..) -> (cells that were judged, with the ports of their servers); no server starts"""
-    monkeypatch.setattr(board.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(board.launch, "exit_at_signals", lambda: None)
 
     def run(*arguments: str, broken: str = "") -> list[tuple[str, int]]:
         calls: list[tuple[str, int]] = []

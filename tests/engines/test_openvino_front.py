@@ -8,7 +8,7 @@ import pytest
 
 from specdec.engines.front import converted, front, openvino_convert
 from specdec.engines.front.openvino_convert import keep_openvino, read_layers
-from specdec.engines.front.openvino_front import FrontOptions, OpenVino, make_streamer
+from specdec.engines.front.openvino_front import OpenVino, OpenvinoOptions, make_streamer
 
 ROUNDS = [7, [8, 9, 10], [11], [12, 13]]  # the prompt's own pass, then rounds with 2, 0 and 1 accepted drafts
 
@@ -61,14 +61,14 @@ def write_converted(folder, **config) -> str:
 
 def test_each_call_of_the_streamer_is_a_round(genai, tmp_path):
     target, head = write_converted(tmp_path / "t", max_position_embeddings=99), write_converted(tmp_path / "h")
-    engine = OpenVino(FrontOptions(target, head, drafts=2, dtype="bfloat16", cache="float32", threads=1))
+    engine = OpenVino(OpenvinoOptions(target, head, drafts=2, dtype="bfloat16", cache="float32", threads=1))
     properties = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "f32", "INFERENCE_NUM_THREADS": 1}
     scheduler = SimpleNamespace(enable_prefix_caching=False)
     draft = (head, "CPU", properties)
     assert genai.built == (target, "CPU", {"scheduler_config": scheduler, "draft_model": draft, **properties})
     assert (engine.stop, engine.max_length, engine.vocabulary, engine.longest) == (frozenset([13]), 99, 50, 2)
 
-    answer = front.Answer(engine, {"prompt": [1, 2], "max_tokens": 20, "temperature": 0})
+    answer = front.FrontAnswer(engine, {"prompt": [1, 2], "max_tokens": 20, "temperature": 0})
     assert [tokens for tokens, _ in answer.yield_rounds()] == [[7], [8, 9, 10], [11], [12, 13]]
     settings = vars(genai.settings)
     assert settings["stop_token_ids"] == {13} and settings["num_assistant_tokens"] == 2
@@ -77,21 +77,21 @@ def test_each_call_of_the_streamer_is_a_round(genai, tmp_path):
     assert (counts["rounds"], counts["accepted"], counts["drafted"]) == (3, 3, 5)  # 4, and 1 of the last round
     assert engine.version == StandIn.__version__
 
-    with pytest.raises(front.RequestError, match="prompts of two tokens or more"):
+    with pytest.raises(front.FrontError, match="prompts of two tokens or more"):
         list(engine.generate([1], 4, set()))
 
 
 def test_an_answer_that_nobody_waits_for_is_cancelled(genai, tmp_path):
-    engine = OpenVino(FrontOptions(write_converted(tmp_path / "t"), lookup=True))
+    engine = OpenVino(OpenvinoOptions(write_converted(tmp_path / "t"), lookup=True))
     assert genai.built[2]["prompt_lookup"] and engine.longest == 3
     streamer = make_streamer(genai)(raise_gone)
     assert streamer.write(5) == streamer.write([5, 6]) == "cancel"
-    answer = front.Answer(engine, {"prompt": [1, 2], "max_tokens": 7, "temperature": 0, "ignore_eos": True})
+    answer = front.FrontAnswer(engine, {"prompt": [1, 2], "max_tokens": 7, "temperature": 0, "ignore_eos": True})
     assert sum(len(tokens) for tokens, _ in answer.yield_rounds()) == 7
     counts = answer.count_usage()["speculation"]
     assert counts["accepted"] == 3 and counts["drafted"] is None  # OpenVINO does not say
     assert genai.settings.ignore_eos and genai.states == ["running"] * 4
-    plain = OpenVino(FrontOptions(write_converted(tmp_path / "plain")))
+    plain = OpenVino(OpenvinoOptions(write_converted(tmp_path / "plain")))
     assert plain.longest is None and not {"prompt_lookup", "draft_model"} & genai.built[2].keys()
     assert list(plain.generate([1], 20, set())) == [[7], *ROUNDS[1:]]
     assert not hasattr(genai.settings, "num_assistant_tokens")
@@ -99,7 +99,7 @@ def test_an_answer_that_nobody_waits_for_is_cancelled(genai, tmp_path):
 
 def test_an_unknown_precision_is_named(genai, tmp_path):
     with pytest.raises(ValueError, match="no precision 'int8' here: take one of float32, bfloat16, float16"):
-        OpenVino(FrontOptions(write_converted(tmp_path / "t"), dtype="int8"))
+        OpenVino(OpenvinoOptions(write_converted(tmp_path / "t"), dtype="int8"))
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 import transformers
 from transformers import Glm4MoeForCausalLM
 
-from specdec.engines.front.transformers_front import FrontOptions, Transformers
+from specdec.engines.front.transformers_front import Transformers, TransformersOptions
 from specdec.export.engines import make_form
 from specdec.heads.draft import Draft
 from specdec.measuring.model_card import write_export
@@ -33,7 +33,7 @@ def folders(tmp_path_factory):
     return folder
 
 
-def answer(options: FrontOptions, **fields):
+def answer(options: TransformersOptions, **fields):
     with serving(Transformers(options)) as url, connect(url).open() as connection:
         body = {"model": options.target, "max_tokens": NEW, **fields}
         return connection.send_requests([("a", {"prompt": [7, 8, 9]})], **body).answers[0]
@@ -41,22 +41,22 @@ def answer(options: FrontOptions, **fields):
 
 def test_an_assistant_drafts_as_its_folder_says(folders):
     target = str(folders / "target")
-    plain = answer(FrontOptions(target), ignore_eos=True)
+    plain = answer(TransformersOptions(target), ignore_eos=True)
     assert (plain.server_counts.rounds, plain.server_counts.drafted) == (NEW - 1, 0) and len(plain.ids) == NEW
-    right = answer(FrontOptions(target, str(folders / "right")), ignore_eos=True)
+    right = answer(TransformersOptions(target, str(folders / "right")), ignore_eos=True)
     assert right.ids == plain.ids and set(right.server_counts.steps[:-1]) == {right.server_counts.longest} == {3}
     assert right.sizes[0] == 1 and right.server_counts.accepted == right.server_counts.drafted
-    more = answer(FrontOptions(target, str(folders / "right"), drafts=6), ignore_eos=True)
+    more = answer(TransformersOptions(target, str(folders / "right"), drafts=6), ignore_eos=True)
     assert more.ids == plain.ids and more.server_counts.longest == 6
-    noisy = answer(FrontOptions(target, str(folders / "noisy")), ignore_eos=True)
+    noisy = answer(TransformersOptions(target, str(folders / "noisy")), ignore_eos=True)
     assert noisy.ids == plain.ids and 0 < noisy.server_counts.accepted < noisy.server_counts.drafted
-    left_out = answer(FrontOptions(target, str(folders / "right")), ignore_eos=True, speculate=False)
+    left_out = answer(TransformersOptions(target, str(folders / "right")), ignore_eos=True, speculate=False)
     assert left_out.ids == plain.ids and left_out.server_counts.drafted == 0
 
 
 def test_the_target_and_its_assistant_are_loaded_where_told(folders):
     target, assistant = str(folders / "target"), str(folders / "right")
-    generator = Transformers(FrontOptions(target, assistant, drafts=5, device="meta"))
+    generator = Transformers(TransformersOptions(target, assistant, drafts=5, device="meta"))
     models = (generator.target, generator.arguments["assistant_model"])
     assert [model.device.type for model in models] == ["meta", "meta"]
     settings = models[1].generation_config  # as written by the export: every round has as many drafts
@@ -66,10 +66,10 @@ def test_the_target_and_its_assistant_are_loaded_where_told(folders):
 
 def test_a_look_up_and_stop_tokens(folders):
     target = str(folders / "target")
-    plain = answer(FrontOptions(target), ignore_eos=True)
-    found = answer(FrontOptions(target, lookup=True, drafts=4), ignore_eos=True)
+    plain = answer(TransformersOptions(target), ignore_eos=True)
+    found = answer(TransformersOptions(target, lookup=True, drafts=4), ignore_eos=True)
     assert found.ids == plain.ids and found.server_counts.longest <= 4
-    generator = Transformers(FrontOptions(target, str(folders / "right"), drafts=5))
+    generator = Transformers(TransformersOptions(target, str(folders / "right"), drafts=5))
     generator.stop = frozenset([plain.ids[8]])
     first = plain.ids.index(plain.ids[8])
     with serving(generator) as url, connect(url).open() as connection:
@@ -82,10 +82,10 @@ def test_the_targets_own_modules_draft(tmp_path, monkeypatch):
     # transformers finds modules by the number of their layer in GLM-4.5, and not by that of the config
     monkeypatch.setattr(Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.4.*"])
     target = str(tmp_path / "native")
-    plain = answer(FrontOptions(target, dtype="float32"), ignore_eos=True)
-    drafted = answer(FrontOptions(target, mtp=True, dtype="float32"), ignore_eos=True)
+    plain = answer(TransformersOptions(target, dtype="float32"), ignore_eos=True)
+    drafted = answer(TransformersOptions(target, mtp=True, dtype="float32"), ignore_eos=True)
     assert drafted.ids == plain.ids and drafted.server_counts.drafted > 0 and drafted.server_counts.longest == 1
     assert drafted.sizes[0] == 1
     save_target(tmp_path / "target")
     with pytest.raises(ValueError, match=r"has no MTP modules that transformers .* reads"):
-        Transformers(FrontOptions(str(tmp_path / "target"), mtp=True))
+        Transformers(TransformersOptions(str(tmp_path / "target"), mtp=True))

@@ -20,11 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from specdec.core import files, progress
 from specdec.core.wording import format_count
 from specdec.engines.answers import check_tokenizer
-from specdec.engines.client import find_fingerprint
+from specdec.engines.client import check_weights
 from specdec.engines.draft_weights.choice import open_draft_weights
 from specdec.engines.engine_target import EngineTarget
 from specdec.heads.base import Head
-from specdec.measuring.measure import WARM_UP_TOKENS, MeasureSettings, split_prompts
+from specdec.measuring.measure import WARM_UP_TOKENS, MeasureSettings, fill_batch, split_prompts
 from specdec.measuring.report import Report
 from specdec.measuring.servers import referee
 from specdec.measuring.servers.referee import ServedBatch
@@ -41,7 +41,6 @@ from specdec.measuring.servers.server import (
     make_body,
 )
 from specdec.measuring.servers.verdict import TOLERANCE, VERDICTS, compare_with_replay, draft_as_engine
-from specdec.target.fingerprint import UNREAD, describe_difference
 from specdec.target.model import Target
 from specdec.text.conversations import Prompt
 from specdec.text.reading import number_ids
@@ -52,6 +51,7 @@ from train.show.served import list_lines
 
 BatchPair = tuple[ServedBatch, ServedBatch | None]  # with drafts, and the same requests without
 MIN_PROMPTS = 2  # prompts of a validation, however short the training was: one prompt has no interval
+SERVE_ADVICE = "serve the model that is trained for"
 LOST = (ValueError, OSError, httpx.HTTPError)  # errors of an engine, and of the disk between
 
 
@@ -94,7 +94,7 @@ class ServedValidation:
             engine = self._find_server(str(options.engine), target)
             with engine.open() as connection:
                 open_draft_weights(connection.client, engine.entry)
-                check_weights(engine, target)
+                check_weights(engine.url, engine.entry, target, advice=SERVE_ADVICE)
                 check_tokenizer(connection.client, engine.model, tokenizer, request[1]["prompt"])
                 batch = connection.send_requests([request])
             if batch.failed:
@@ -104,7 +104,7 @@ class ServedValidation:
         if options.baseline is not None:
             with self._name_option("baseline"):
                 baseline = leave_out_drafts(self._find_server(options.baseline, target))
-                check_weights(baseline, target)
+                check_weights(baseline.url, baseline.entry, target, advice=SERVE_ADVICE)
                 check_plain("it", baseline, request)
             notes += compare_models("validation.baseline", baseline, engine, tokenizer, request)
         if drafter is not None:
@@ -283,7 +283,7 @@ class ServedValidation:
 
         Prompts are repeated where there are fewer than `load`. A baseline that is lost is removed from `servers`.
         """
-        requests = list(itertools.islice(itertools.cycle(self._list_requests(num)), max(num, load)))
+        requests = fill_batch(self._list_requests(num), load)
         label = f"validation: engine, {format_count(load, 'request')} at once"
         try:
             with contextlib.ExitStack() as stack:
@@ -411,14 +411,6 @@ def count_answered(served: dict[str, Any]) -> tuple[int, int]:
     levels = served["loads"].values()
     complete = sum(level["answers"] + len(level["failed"]) >= served["prompts"] for level in levels)
     return complete, sum(level["answers"] for level in levels)
-
-
-def check_weights(server: Server, target: Target) -> None:
-    """Raises ValueError for a server of other weights, as far as this machine can tell."""
-    weights, here = find_fingerprint(server.entry), target.fingerprint()
-    if weights is not None and weights.text != here and UNREAD not in f"{weights.text} {here}":
-        clause = describe_difference(f"{server.url} serves {{}} weights ({server.root})", weights.text, here)
-        raise ValueError(f"{clause} ({target.name}): serve the model that is trained for.")
 
 
 def check_ids(batch: ServedBatch, target: Target) -> None:

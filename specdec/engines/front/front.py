@@ -4,6 +4,7 @@ It imports nothing but Python's own library, so it runs in the environment of an
 each round and `usage.speculation`, as those of `specdec serve`, so `specdec judge` counts rounds, not tokens.
 """
 
+import abc
 import contextlib
 import json
 import queue
@@ -29,7 +30,7 @@ FLAGS = ("stream", "ignore_eos", "speculate", "details", "return_token_ids")
 UNREAD = ("top_p", "top_k", "seed", "user", "model", "prompt", "max_tokens", "stream_options")  # or read elsewhere
 
 
-class Generator:
+class Generator(abc.ABC):
     """An engine that answers greedily, one prompt at a time.
 
     owner: `owned_by` of its model: "transformers" or "openvino"; version: of the engine
@@ -50,19 +51,19 @@ class Generator:
     drafted: int | None = None
     answer_drafts: int | None = None
 
+    @abc.abstractmethod
     def generate(self, prompt: list[int], max_tokens: int, stop: set[int]) -> Iterator[list[int]]:
         """Yields the tokens of each round of the target, first those of the prompt's own pass.
 
         An answer ends with a token of `stop`, or has `max_tokens` tokens.
         """
-        raise NotImplementedError
 
     def generate_plainly(self, prompt: list[int], max_tokens: int, stop: set[int]) -> Iterator[list[int]]:
         """Yields as `generate`, without drafts."""
-        raise RequestError("This engine cannot leave out drafts: start another one without them.")
+        raise FrontError("This engine cannot leave out drafts: start another one without them.")
 
 
-class RequestError(Exception):
+class FrontError(Exception):
     """A request that cannot be answered. status: status code of HTTP"""
 
     def __init__(self, message: str, status: int = 400, headers: dict[str, str] | None = None):
@@ -126,7 +127,7 @@ def yield_rounds(call: Callable[[Callable[[Any], None]], None]) -> Iterator[Any]
         thread.join()
 
 
-class Answer:
+class FrontAnswer:
     """A request, and the rounds of its answer so far.
 
     tokens: token ids; accepted: accepted drafts of each round behind the prompt's pass
@@ -164,7 +165,7 @@ class Answer:
                 if self.finish:
                     break
             else:
-                raise RequestError(f"The engine ended an answer after {len(self.tokens)} tokens.", 500)
+                raise FrontError(f"The engine ended an answer after {len(self.tokens)} tokens.", 500)
             next(rounds, None)  # the engine's last counts come behind its last round
 
     def _cut_round(self, tokens: list[int]) -> list[int]:
@@ -216,20 +217,20 @@ class Answer:
 
 
 def check_fields(generator: Generator, body: dict) -> None:
-    """Raises RequestError for the first field that cannot be followed."""
+    """Raises FrontError for the first field that cannot be followed."""
     if body.get("model") not in (None, generator.model):
-        raise RequestError(f"There is no model {body['model']!r} here, but {generator.model!r}.", 404)
+        raise FrontError(f"There is no model {body['model']!r} here, but {generator.model!r}.", 404)
     for name, value in body.items():
         if name in HARMLESS and value is not None and not is_harmless(name, value):
-            raise RequestError(f"This server answers greedily and cannot do {name}={value!r}: leave it out.")
+            raise FrontError(f"This server answers greedily and cannot do {name}={value!r}: leave it out.")
         if name not in (*HARMLESS, *FLAGS, *UNREAD):
-            raise RequestError(f"There is no field {name!r} here.")
+            raise FrontError(f"There is no field {name!r} here.")
         if name in FLAGS and not isinstance(value, bool | None):
-            raise RequestError(f"{name}={value!r} must be true or false.")
+            raise FrontError(f"{name}={value!r} must be true or false.")
     if not isinstance(body.get("stream_options"), dict | None):
-        raise RequestError(f"stream_options={body['stream_options']!r} must be an object.")
+        raise FrontError(f"stream_options={body['stream_options']!r} must be an object.")
     if body.get("temperature") is None:
-        raise RequestError("This server answers greedily: give temperature 0.")
+        raise FrontError("This server answers greedily: give temperature 0.")
 
 
 def is_harmless(name: str, value: Any) -> bool:
@@ -240,14 +241,14 @@ def is_harmless(name: str, value: Any) -> bool:
 
 
 def read_prompt(generator: Generator, body: dict) -> tuple[list[int], int]:
-    """The prompt's token ids, and the most tokens of the answer. Raises RequestError for what cannot be answered."""
+    """The prompt's token ids, and the most tokens of the answer. Raises FrontError for what cannot be answered."""
     prompt, size = body.get("prompt"), generator.vocabulary
     if not (isinstance(prompt, list) and prompt and all(is_number(token, 0, size - 1) for token in prompt)):
-        raise RequestError(f"prompt must be the token ids of one prompt, from 0 to {size - 1}; texts are not read.")
+        raise FrontError(f"prompt must be the token ids of one prompt, from 0 to {size - 1}; texts are not read.")
     room = generator.max_length - len(prompt)
     max_tokens = room if body.get("max_tokens") is None else body["max_tokens"]
     if not is_number(max_tokens, 1, room):
-        raise RequestError(
+        raise FrontError(
             f"max_tokens={max_tokens!r} beside a prompt of {len(prompt)} tokens: "
             f"the target has room for {generator.max_length}."
         )
@@ -274,11 +275,11 @@ class Front(ThreadingHTTPServer):
 
     @contextlib.contextmanager
     def take_turn(self) -> Iterator[None]:
-        """Waits until the engine is free, and holds it. Raises RequestError where too many wait."""
+        """Waits until the engine is free, and holds it. Raises FrontError where too many wait."""
         with self.guard:
             if self.num_waiting > self.max_waiting:
                 message = f"{self.max_waiting} requests are waiting already: ask again later."
-                raise RequestError(message, 429, {"Retry-After": "1"})
+                raise FrontError(message, 429, {"Retry-After": "1"})
             self.num_waiting += 1
         try:
             with self.turn:
@@ -313,32 +314,32 @@ class Handler(BaseHTTPRequestHandler):
         try:
             body = self._read_body()
             if self.path == "/v1/chat/completions":
-                raise RequestError("This server takes token ids, and no messages: send a prompt to /v1/completions.")
+                raise FrontError("This server takes token ids, and no messages: send a prompt to /v1/completions.")
             if self.path != "/v1/completions":
                 self._refuse_path()
                 return
-            answer = Answer(self.server.generator, body)
+            answer = FrontAnswer(self.server.generator, body)
             with self.server.take_turn():
                 self._answer(answer)
-        except RequestError as error:
+        except FrontError as error:
             self._send(error.to_json(), error.status, error.headers)
 
     def _read_body(self) -> dict:
-        """The body as a JSON object. Raises RequestError for another one."""
+        """The body as a JSON object. Raises FrontError for another one."""
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > MAX_BODY:
             self.close_connection = True
-            raise RequestError(f"Send a body with its Content-Length, at most {MAX_BODY} bytes.", 413)
+            raise FrontError(f"Send a body with its Content-Length, at most {MAX_BODY} bytes.", 413)
         content = self.rfile.read(int(length))
         try:
             body = json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"The body is not JSON: {error}.") from None
+            raise FrontError(f"The body is not JSON: {error}.") from None
         if not isinstance(body, dict):
-            raise RequestError("The body must be a JSON object.")
+            raise FrontError("The body must be a JSON object.")
         return body
 
-    def _answer(self, answer: Answer) -> None:
+    def _answer(self, answer: FrontAnswer) -> None:
         """Answers whole, or as a stream whose errors are events. Nothing is left to do where the client has gone."""
         streams, self.began = answer.body.get("stream"), False
         try:
@@ -348,7 +349,7 @@ class Handler(BaseHTTPRequestHandler):
         except ClientGone:
             self.close_connection = True
         except Exception as error:
-            refused = error if isinstance(error, RequestError) else RequestError(describe_error(error), 500)
+            refused = error if isinstance(error, FrontError) else FrontError(describe_error(error), 500)
             if not self.began:
                 raise refused from error
             self._end_stream(refused.to_json())
@@ -361,7 +362,7 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 self._end_stream("[DONE]")
 
-    def _send_round(self, answer: Answer, tokens: list[int], counts: dict) -> None:
+    def _send_round(self, answer: FrontAnswer, tokens: list[int], counts: dict) -> None:
         if not self.began:
             self._begin_stream()
         self.began = True
@@ -404,11 +405,11 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def _refuse_path(self) -> None:
-        error = RequestError(f"There is no {self.command} {self.path} here; see /v1/models and /v1/completions.", 404)
+        error = FrontError(f"There is no {self.command} {self.path} here; see /v1/models and /v1/completions.", 404)
         self._send(error.to_json(), error.status)
 
     def log_message(self, *_: Any) -> None:
-        pass  # a line for each request would hide what the engine says
+        """Prints nothing: a line for each request would hide what the engine says."""
 
 
 def describe_error(error: Exception) -> str:

@@ -25,7 +25,7 @@ PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # OpenVIN
 
 
 @dataclass(frozen=True)
-class FrontOptions:
+class OpenvinoOptions:
     """The server of one target.
 
     target, head: folders or names, converted already or not; head: None: no drafter
@@ -53,7 +53,7 @@ class OpenVino(front.Generator):
 
     owner = "openvino"
 
-    def __init__(self, options: FrontOptions):
+    def __init__(self, options: OpenvinoOptions):
         import openvino
         import openvino_genai
 
@@ -79,7 +79,7 @@ class OpenVino(front.Generator):
 
     def generate(self, prompt: list[int], max_tokens: int, stop: set[int]) -> Iterator[list[int]]:
         if self.longest and len(prompt) < 2:
-            raise front.RequestError("OpenVINO GenAI drafts behind prompts of two tokens or more only.")
+            raise front.FrontError("OpenVINO GenAI drafts behind prompts of two tokens or more only.")
         settings = self.genai.GenerationConfig()
         settings.max_new_tokens, settings.do_sample = max_tokens, False
         settings.stop_token_ids, settings.ignore_eos = set(stop), not stop
@@ -102,7 +102,7 @@ class OpenVino(front.Generator):
             self.answer_drafts += accepted  # its count leaves out the last round, whose other drafts are not known
 
 
-def choose_properties(options: FrontOptions) -> dict[str, Any]:
+def choose_properties(options: OpenvinoOptions) -> dict[str, Any]:
     """OpenVINO's properties of a model. Raises ValueError for an unknown precision."""
     cache = options.cache or options.dtype
     for name in (options.dtype, cache):
@@ -145,7 +145,7 @@ def make_streamer(genai: Any) -> type:
 
 
 def main() -> None:
-    options = FrontOptions(**json.loads(sys.argv[1]))
+    options = OpenvinoOptions(**json.loads(sys.argv[1]))
     front.serve(OpenVino(options), options.host, options.port)
 
 

@@ -25,7 +25,7 @@ else:  # run as a program, in an environment without this project
 
 
 @dataclass(frozen=True)
-class FrontOptions:
+class TransformersOptions:
     """The server of one target.
 
     target, assistant: folders or names; assistant: a draft model
@@ -57,7 +57,7 @@ class Transformers(front.Generator):
 
     owner, version = "transformers", transformers.__version__
 
-    def __init__(self, options: FrontOptions):
+    def __init__(self, options: TransformersOptions):
         target = load_model(options.target, options)
         self.target, self.model = target, options.target
         ends = target.generation_config.eos_token_id
@@ -106,7 +106,7 @@ class Transformers(front.Generator):
             yield tokens
 
 
-def load_model(name: str, options: FrontOptions) -> Any:
+def load_model(name: str, options: TransformersOptions) -> Any:
     """A target or an assistant, on the device."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -156,7 +156,7 @@ class Counted:
 
 
 def main() -> None:
-    options = FrontOptions(**json.loads(sys.argv[1]))
+    options = TransformersOptions(**json.loads(sys.argv[1]))
     transformers.logging.set_verbosity_error()
     front.serve(Transformers(options), options.host, options.port)
 

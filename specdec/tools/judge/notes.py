@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from specdec.core.wording import format_count
-from specdec.measuring.report import PromptCounts, compute_tau, measure_tau_difference
+from specdec.measuring.report import compute_tau, measure_tau_difference
 from specdec.measuring.runs import ComparedHead
-from specdec.measuring.servers.referee import ServedAnswer, ServedBatch
+from specdec.measuring.servers.referee import ServedBatch
 from specdec.measuring.servers.server import TriedServer
 from specdec.tools.judge import checks
 from specdec.tools.judge.document import MeasuredLoad, name_head
@@ -80,24 +80,18 @@ def note_drafts(loads: Sequence[MeasuredLoad], rows: list[dict], heads: Sequence
 def note_history(rows: list[dict], seed: int) -> Iterator[str]:
     """Yields a note where answers asked again have a larger tau: then the server drafts from earlier answers."""
     first, again = checks.read_repeats(rows)
-    names = [name for name in again if name in first and first[name].server_counts and again[name].server_counts]
-    if len(names) < MIN_REPEATS:
+    pairs = [(first[name].counts, again[name].counts) for name in again if name in first]
+    counts = [(before, after) for before, after in pairs if before and after]
+    if len(counts) < MIN_REPEATS:
         return
-    before = [count_rounds(first[name]) for name in names]
-    after = [count_rounds(again[name]) for name in names]
+    before, after = zip(*counts)
     _, (low, _) = measure_tau_difference(after, before, seed=seed)
     if low > 0:
         yield (
-            f"Asked again, {format_count(len(names), 'answer')} have tau {compute_tau(after):.2f}, and "
+            f"Asked again, {format_count(len(counts), 'answer')} have tau {compute_tau(after):.2f}, and "
             f"{compute_tau(before):.2f} the first time: the server drafts from earlier answers, so later loads, which "
             "ask the same questions, flatter it."
         )
-
-
-def count_rounds(answer: ServedAnswer) -> PromptCounts:
-    """The rounds and emitted tokens of an answer with the server's counts."""
-    assert answer.server_counts is not None
-    return PromptCounts(answer.server_counts.count_rounds(answer.tokens - 1), answer.tokens - 1)
 
 
 def note_verdicts(loads: Sequence[MeasuredLoad]) -> Iterator[str]:

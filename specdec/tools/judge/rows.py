@@ -7,7 +7,6 @@ have its name, too. Newer rows have facts of the server, such as its version (ju
 
 import contextlib
 import datetime
-import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from typing import Any
 from specdec.core import progress
 from specdec.core.resumable import Resumable
 from specdec.core.wording import format_count
-from specdec.measuring.measure import WARM_UP_TOKENS, split_prompts
+from specdec.measuring.measure import WARM_UP_TOKENS, fill_batch, split_prompts
 from specdec.measuring.servers.cpu_share import CpuMeter
 from specdec.measuring.servers.referee import ServedAnswer, ServedBatch
 from specdec.measuring.servers.server import Connection, Request, Server, TriedServer
@@ -105,11 +104,6 @@ def list_missing_batches(requests: list[Request], key: Key, rows: list[dict]) ->
     measured = {row["turn"] for row in select_rows(rows, key)}
     batches = split_prompts(fill_batch(requests, key["requests"]), key["requests"])
     return [pair for pair in enumerate(batches) if pair[0] not in measured]
-
-
-def fill_batch(requests: list[Request], concurrency: int) -> list[Request]:
-    """The requests, repeated where there are fewer than run at once."""
-    return list(itertools.islice(itertools.cycle(requests), max(len(requests), concurrency)))
 
 
 def answer_batch(connections: dict[str, Connection], batch: list[Request], meter: CpuMeter | None) -> dict[str, Any]:
