@@ -7,6 +7,7 @@ from datetime import date
 
 import pytest
 
+from specdec.measuring import board
 from tests.support.commands import ROOT
 
 INDEX = runpy.run_path(str(ROOT / "benchmarks" / "results_index.py"))
@@ -53,3 +54,11 @@ def test_references_name_the_file_of_a_section():
             assert not re.search(r"RESULTS(\.md)?\W{0,4}(\(\S+\))?,? sections? \d", text), path
             for name in re.findall(r"results/(\d\d[\w.-]*)", text):
                 assert (ROOT / "results" / name.rstrip(".")).exists(), f"{path}: results/{name}"
+
+
+def test_the_board_is_made_of_its_records(tmp_path):
+    """`specdec report board=results/board` changes nothing in board.md."""
+    folder = tmp_path / "board"
+    shutil.copytree(ROOT / "results" / "board", folder)
+    board.write_board(folder)
+    assert (folder / board.MARKDOWN).read_text() == (ROOT / "results" / "board" / board.MARKDOWN).read_text()

@@ -15,8 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from specdec.core.cache import attend_masked
 from specdec.core.cached_keys import CachedKeys, attend_cached
-from specdec.core.masked_attention import attend_masked
 from specdec.core.varlen import Segments, attend_segments
 
 IMPLEMENTATION = "specdec"

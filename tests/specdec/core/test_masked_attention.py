@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.core.masked_attention import attend_masked
+from specdec.core.cache import attend_masked
 
 HEADS, GROUPS, NUM_KEYS, WIDTH = 6, 2, 24, 8
 EXACT, ROUNDED = 1e-12, 0.02
