@@ -25,23 +25,33 @@ from specdec.core.untrusted import read_tensors as read_tensors
 from specdec.decoding.drafting import Drafting
 from specdec.export import published
 from specdec.heads.base import Head
+from specdec.heads.dflash import BlockDrafter
 from specdec.heads.native import NativeMTP
-from specdec.heads.native_modules.layouts import find_engine
+from specdec.heads.native_modules.layouts import LAYOUTS, find_engine
 from specdec.proposers.base import Proposer
 from specdec.target.adapter import check_unadapted, merge_adapter
-from specdec.target.fingerprint import describe_difference
+from specdec.target.fingerprint import UNREAD, describe_difference, describe_outdated, is_outdated
 from specdec.target.model import Target
 
 HEAD_MODULES = ("specdec.heads.", "specdec.experiments.")
 MOVED_CLASSES = {  # classes in files of earlier versions, and where they are now
-    "specdec.heads.consistency.Consistency": "specdec.experiments.jacobi.head.Consistency",
     "train.objective.Objective": "train.objective.objective.Objective",
 }
+# Heads that only earlier versions have
+REMOVED_CLASSES = {"specdec.heads.consistency.Consistency", "specdec.experiments.jacobi.head.Consistency"}
 FACTS_FILE = "about.json"  # a file in the folder of a run: data, target and start
 BEST_FILE = "best"  # a file in the folder of a run, with the name of a step's folder
 MAX_BEST_CHARACTERS = 1000  # of the name in that file; folders' names have 255 at most
 EXTRA_NUMBERS = 2**24  # numbers that a head may make beside its tensors, such as angles and maps of the vocabulary
-RECORDED_FACTS = ("target", "target_fingerprint", "target_embeddings", "reads_layers", "published", "versions")
+RECORDED_FACTS = (
+    "target",
+    "target_fingerprint",
+    "target_embeddings",
+    "reads_layers",
+    "published",
+    "trained_length",
+    "versions",
+)
 CHECKPOINT_ADVICE = (
     "A checkpoint is a folder with drafter.json and drafter.safetensors, such as checkpoints/<run>/step_000500 (or "
     "checkpoints/<run>/best, which names one), a published head (config.json and its weights), or the name of one of "
@@ -98,6 +108,36 @@ def read_facts(folder: Path) -> dict:
     return next((read_json(path / FACTS_FILE) for path in folders if (path / FACTS_FILE).exists()), {})
 
 
+def find_trained_length(folder: Path) -> int | None:
+    """Tokens of the longest text that a head may have been trained on; None: unknown. folder: see `resolve`
+
+    drafter.json says it, or the record of the run. Raises ValueError as `read_document` and `read_facts`.
+    """
+    data_facts = read_facts(folder).get("data")
+    length = read_document(folder).get("trained_length") or (isinstance(data_facts, dict) and data_facts.get("length"))
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def keeps_windows(document: dict) -> bool:
+    """Whether a head may have windows of its model, which stay. document: see `read_document`"""
+    layout = LAYOUTS.get(str(document.get("layout")))
+    return layout is not None and layout.kinds_field is not None
+
+
+def advise_window(folder: Path) -> str:
+    """A sentence on texts longer than those of training; empty where a layer sees no more, or it is unknown."""
+    length, document = find_trained_length(folder), read_document(folder)
+    window = None if document.get("full_layers") else document.get("window")
+    has_attention = getattr(read_head_class(folder), "context_kind", "path") != "none"
+    takes_window = has_attention and not keeps_windows(document)
+    if length is None or not takes_window or (window is not None and window <= length):
+        return ""
+    return (
+        f"Trained on texts of at most {length:,} tokens. For longer ones try decode.window={length}: specdec choose "
+        "measures whether it pays."
+    )
+
+
 def resolve(location: str | Path) -> Path:
     """A checkpoint's folder. A run's folder stands for its best step, and so does its file `best`.
 
@@ -150,6 +190,8 @@ def load_head_class(path: str) -> type[Head]:
     Heads of specdec.heads and of experiments are accepted, others with trust_code=true.
     Raises ValueError for any other path.
     """
+    if path in REMOVED_CLASSES:
+        raise ValueError(f"{path} was removed: an earlier version of specdec loads this head.")
     module, _, name = path.rpartition(".")
     trusted = module.startswith(HEAD_MODULES) or extensions.trusts_code()
     if trusted and all(word.isidentifier() for word in path.split(".")):
@@ -201,7 +243,7 @@ def load_for_training(
     drafter, document = _read_drafter(resolve(folder), target, torch.float32)
     if vocab is not None:
         drafter = replace_vocab(drafter, document, vocab(drafter.draft_to_target))
-    drafter = replace_parts(drafter, document, head_options)
+    drafter = _replace_window(replace_parts(drafter, document, head_options), document, head_options.get("window"))
     drafter.pretrained = True
     for name in set(drafter.changeable_arguments) & set(head_options):
         setattr(drafter, name, head_options[name])
@@ -209,6 +251,19 @@ def load_for_training(
     return drafter.train(), {
         key: value for key, value in document.items() if key == "published" or key not in RECORDED_FACTS
     }
+
+
+def _replace_window(drafter: Head, spec: dict, window: int | None) -> Head:
+    """The same head with another window; None: its own. spec: drafter.json, which gets the window, too"""
+    if window in (None, drafter.window):
+        return drafter
+    if spec.get("full_layers"):
+        raise ValueError(f"window={window}: layers of this checkpoint have unlike windows, which stay: give null.")
+    changed = drafter.with_window(window)
+    spec["window"] = window
+    if isinstance(changed, BlockDrafter):
+        spec["window_causal"] = changed.window_causal
+    return changed
 
 
 def replace_parts(drafter: Head, spec: dict, head_options: dict) -> Head:
@@ -343,21 +398,26 @@ def _check_files(folder: Path, document: dict, drafter: Head) -> None:
 def _check_target(folder: Path, document: dict, target: Target) -> None:
     """Raises ValueError for another target than the head was trained for.
 
-    Warns if only the quantised weights differ, or if no more than the embedding and the final norm can be compared.
-    Then the loaded target still verifies all drafts, so its answers stay its own. Only acceptance changes a little.
+    Warns if only the quantised weights differ, if no more than the embedding and the final norm can be compared, or if
+    an earlier version recorded the target. Then the loaded target still verifies all drafts, so its answers stay its
+    own. Only acceptance changes a little.
     """
     trained, name = str(document.get("target_fingerprint")), document.get("target")
     fingerprint = target.fingerprint()
     if target.matches(trained):
         return
-    unread = not target.identity.covers_layers(trained)
-    quantised = target.quantisation is not None or "-" in trained or unread
-    if not (quantised and document.get("target_embeddings") == target.embeddings_fingerprint()):
+    unread, outdated = UNREAD in trained + fingerprint, is_outdated(trained)
+    may_differ = outdated or target.quantisation is not None or "-" in trained + fingerprint
+    is_unknown = outdated and document.get("target_embeddings") is None
+    has_embeddings = is_unknown or document.get("target_embeddings") == target.embeddings_fingerprint()
+    if not (may_differ and has_embeddings):
         raise ValueError(
             f"{folder} was trained for {name} (fingerprint {trained}), not for {target.name} ({fingerprint}). Use it "
             "with its own target."
         )
-    if unread:
+    if outdated:
+        difference = describe_outdated(f"names its target {name}", target.name)
+    elif unread:
         difference = (
             f"only the embedding and the final norm of {target.name} were compared with those of {name}, for which it "
             "was trained, because layers were not read on one side"

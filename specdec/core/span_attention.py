@@ -77,13 +77,13 @@ class Span:
     host: tuple[Tensor, Tensor] | None = None
     texts: Texts | None = None
 
-    def select_slots(self, order: Tensor, documents: Tensor | None = None) -> "Span":
+    def select_slots(self, order: Tensor, documents: Tensor | None = None, *, lag: int = 0) -> "Span":
         """The spans of some slots.
 
-        order [B, S'], increasing; documents [B, S]: argument of `find_spans`, to find the texts
+        order [B, S'], increasing; documents [B, S], lag: arguments of `find_spans`, to find the texts
         """
         selected = Span(self.first.gather(1, order), self.last.gather(1, order), self.self_key_separate)
-        return selected if documents is None else replace(selected, texts=_find_texts(documents, order, 0))
+        return selected if documents is None else replace(selected, texts=_find_texts(documents, order, lag))
 
     def tensors(self) -> list[Tensor]:
         """The tensors that a device needs"""

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from specdec.export import layout, speculators
 from specdec.export.family import (
     LLAMA_CPP,
-    NVIDIA_WINDOW,
     SAMPLING_NOTE,
     TARGET_FOLDER,
     Clause,
@@ -24,7 +23,7 @@ from specdec.export.family import (
     PublishedFiles,
     RestoredHead,
     Writer,
-    refuse_windows,
+    note_full_attention,
 )
 from specdec.export.layout import Layout, Parsed, Tensors
 from specdec.heads.blocks import measure_embedding_scale
@@ -278,9 +277,14 @@ def write_dependence(drafter: BlockDrafter, kind: BlockKind) -> Tensors:
 
 def find_causality(drafter: BlockDrafter) -> bool | None:
     """Whether an input of a block sees only earlier ones of it, in all layers; None: in sliding layers alone."""
-    if drafter.window is None or not drafter.window_causal:
-        return False
-    return None if None in drafter.windows else True
+    causal_layers = [] if drafter.window is None else drafter.causal_layers
+    if len(set(causal_layers)) < 2:
+        return any(causal_layers)
+    if causal_layers != [window is not None for window in drafter.windows]:
+        raise ValueError(
+            "Only some layers of this head are causal in a block, and engines take one window: leave window= out."
+        )
+    return None
 
 
 def count_inputs(drafter: BlockDrafter) -> int:
@@ -687,10 +691,9 @@ def _read_windows(config: dict, nested: dict) -> dict:
 
 # Engines
 
-GGUF_REFUSAL = refuse_windows(LLAMA_CPP)
 NVIDIA = EngineRules(
     [
-        NVIDIA_WINDOW,
+        Clause("let all inputs of a block see each other", lambda drafter: drafter.window and drafter.window_causal),
         Clause(
             "have no draft vocabulary: train with head.vocab_size=null",
             lambda drafter: drafter.dependence is not None and drafter.draft_to_target is not None,
@@ -703,8 +706,25 @@ NVIDIA = EngineRules(
             "are not known to leave out the scale of the target's embedding, as vLLM does",
             lambda drafter: measure_embedding_scale(drafter.target) != 1,
         ),
-    ]
+    ],
+    notes=[
+        Clause(
+            "Layers of this head see {value:,} positions; whether NVIDIA's engine reads the window was not run.",
+            lambda drafter: drafter.window,
+        )
+    ],
 )
+
+
+def make_gguf_rules(*refusals: Clause, **changes: Any) -> EngineRules:
+    """The rules of llama.cpp, with further refusals behind that for all block drafters."""
+    causal = Clause(
+        "llama.cpp lets all inputs of a block see each other, and layers with a window do not: train with "
+        "window_causal=false, or take format=vllm or speculators.",
+        lambda drafter: drafter.window and drafter.window_causal,
+    )
+    notes = [note_full_attention(LLAMA_CPP)]
+    return EngineRules([causal, *refusals], options=[TARGET_FOLDER], notes=notes, **changes)
 
 
 def reads_state(drafter: BlockDrafter) -> bool:
@@ -799,7 +819,7 @@ FAMILIES = [
         container_field="sample_from_anchor",
         writers={"": write_dspark, "sglang": write_sglang_dspark, "speculators": write_dspark_container},
         engines={
-            "gguf": EngineRules([GGUF_REFUSAL, refuse_state("llama.cpp's converter")], options=[TARGET_FOLDER]),
+            "gguf": make_gguf_rules(refuse_state("llama.cpp's converter")),
             "sglang": make_sglang_rules(draft_vocabulary=False),
             "speculators": EngineRules(unfit_engines=[Clause("vLLM", reads_state)]),
             "vllm": make_vllm_rules(RUNNER_NOTE, ADAPTIVE_NOTE, refusals=[refuse_state("vLLM 0.32")]),
@@ -814,7 +834,7 @@ FAMILIES = [
             "speculators": partial(write_dflash_container, kind=SELECTOR, architecture="DFlash2DraftModel"),
         },
         engines={
-            "gguf": EngineRules([GGUF_REFUSAL], options=[TARGET_FOLDER]),
+            "gguf": make_gguf_rules(),
             "sglang": make_sglang_rules(),
             "vllm": make_vllm_rules(RUNNER_NOTE, MASK_NOTE),
         },
@@ -827,7 +847,7 @@ FAMILIES = [
             "speculators": partial(write_dflash_container, kind=PLAIN, architecture="DFlashSpeculator"),
         },
         engines={
-            "gguf": EngineRules([GGUF_REFUSAL], options=[TARGET_FOLDER], draft_vocabulary=False),
+            "gguf": make_gguf_rules(draft_vocabulary=False),
             "sglang": make_sglang_rules(draft_vocabulary=False),
             "vllm": make_vllm_rules(MASK_NOTE),
             "nvidia": NVIDIA,

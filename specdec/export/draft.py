@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from specdec.export.family import SAMPLING_NOTE, SGLANG_STEPS, EngineRules, ExportFamily
+from specdec.export.family import SAMPLING_NOTE, SGLANG_STEPS, EngineRules, ExportFamily, note_full_attention
 from specdec.export.layout import Layout
 from specdec.heads.draft import Draft
 from specdec.target.model import load_tokenizer
@@ -50,6 +50,10 @@ DRAFT = ExportFamily(
     inputs="draft",
     draft_vocabulary=False,
     writers={"": write_language_model},
-    engines={"sglang": EngineRules(options=[SGLANG_STEPS]), "vllm": EngineRules(notes=[SAMPLING_NOTE])},
+    engines={
+        "sglang": EngineRules(options=[SGLANG_STEPS], notes=[note_full_attention("SGLang")]),
+        "transformers": EngineRules(notes=[note_full_attention("transformers")]),
+        "vllm": EngineRules(notes=[SAMPLING_NOTE, note_full_attention("vLLM")]),
+    },
 )
 FAMILIES = (DRAFT,)

@@ -9,19 +9,20 @@ from torch import Tensor
 
 from specdec.export import layout, speculators
 from specdec.export.family import (
+    FIRST_DRAFT,
     LLAMA_CPP,
-    NVIDIA_WINDOW,
     OPENVINO,
     SAFEAILAB,
     SAMPLING_NOTE,
     SGLANG,
     SGLANG_STEPS,
+    SGLANG_WINDOW,
     TARGET_FOLDER,
     Clause,
     EngineRules,
     ExportFamily,
     PublishedFiles,
-    refuse_windows,
+    note_full_attention,
 )
 from specdec.export.layout import Layout, Parsed, Tensors
 from specdec.heads.eagle import Eagle, Eagle3, PEagle
@@ -414,7 +415,7 @@ EAGLE = ExportFamily(
         "vllm": partial(write_eagle1, architecture="EagleLlamaForCausalLM"),
     },
     engines={
-        "eagle": EngineRules([ROPE_REFUSAL], draft_vocabulary=False),
+        "eagle": EngineRules([ROPE_REFUSAL], notes=[note_full_attention(SAFEAILAB)], draft_vocabulary=False),
         "sglang": EngineRules(
             [
                 Clause(
@@ -422,7 +423,12 @@ EAGLE = ExportFamily(
                     lambda drafter: drafter.embedding is not None,
                 )
             ],
-            options=[SGLANG_STEPS, Clause(f" --speculative-token-map <out>/{TOKEN_MAP}", has_vocabulary)],
+            options=[
+                SGLANG_STEPS,
+                SGLANG_WINDOW,
+                Clause(f" --speculative-token-map <out>/{TOKEN_MAP}", has_vocabulary),
+            ],
+            notes=[note_full_attention(SGLANG, FIRST_DRAFT)],
         ),
         "vllm": EngineRules(
             [
@@ -436,6 +442,7 @@ EAGLE = ExportFamily(
                     has_vocabulary,
                 ),
                 SAMPLING_NOTE,
+                note_full_attention("vLLM"),
             ],
             draft_vocabulary=False,
         ),
@@ -461,23 +468,23 @@ EAGLE3 = ExportFamily(
             [
                 refuse_layers(SAFEAILAB),
                 refuse_parts(SAFEAILAB, "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
-                refuse_windows(SAFEAILAB),
                 ROPE_REFUSAL,
                 Clause(
                     "SafeAILab's code reads hidden states {value[0]}, and this head {value[1]}. Train with "
                     "target_layers=null, which has these for targets of 7 or more layers, or take format=vllm.",
                     find_other_layers,
                 ),
-            ]
+            ],
+            notes=[note_full_attention(SAFEAILAB)],
         ),
         "gguf": EngineRules(
             [
                 refuse_layers(LLAMA_CPP),
                 refuse_parts(LLAMA_CPP, "fc_norm", "norm_output", OWN_EMBEDDING),
                 refuse_count("llama.cpp's converter"),
-                refuse_windows(LLAMA_CPP),
             ],
             options=[TARGET_FOLDER],
+            notes=[note_full_attention(LLAMA_CPP)],
         ),
         "openvino": EngineRules(
             [
@@ -487,11 +494,11 @@ EAGLE3 = ExportFamily(
                     f"{OPENVINO} gives a head the target's embedding, and this head has its own: take format=vllm.",
                     lambda drafter: drafter.embedding is not None,
                 ),
-                refuse_windows(OPENVINO),
                 refuse_count(OPENVINO),
                 # the others change with the length of a text, and the conversion traces one length
                 refuse_rope(OPENVINO, "default", "linear", "llama3", "yarn"),
-            ]
+            ],
+            notes=[note_full_attention(OPENVINO)],
         ),
         "sglang": EngineRules(
             [
@@ -501,14 +508,12 @@ EAGLE3 = ExportFamily(
                     lambda drafter: drafter.window is not None and None in drafter.windows,
                 ),
             ],
-            options=[SGLANG_STEPS, Clause(" --speculative-draft-window-size {value}", lambda drafter: drafter.window)],
+            options=[SGLANG_STEPS, SGLANG_WINDOW],
         ),
         "vllm": EngineRules(notes=[SAMPLING_NOTE]),
         "nvidia": EngineRules(
-            [
-                NVIDIA_WINDOW,
-                Clause("have no norm_before_residual", lambda drafter: drafter.norm_before_residual),
-            ]
+            [Clause("have no norm_before_residual", lambda drafter: drafter.norm_before_residual)],
+            notes=[note_full_attention("NVIDIA's engine")],
         ),
     },
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from specdec.export.families import FAMILIES, find_family, kind_of
-from specdec.export.family import EngineRules, ExportFamily, pick_texts
+from specdec.export.family import EngineRules, ExportFamily, FullAttention, pick_texts
 from specdec.export.layout import Layout, make_plain_layout
 from specdec.export.published import restore_published
 from specdec.heads.base import Drafter, Head
@@ -82,6 +82,13 @@ class ExportForm:
         return {key: {"<out>": out, "<num>": num}.get(value, value) for key, value in self.settings.items()}
 
 
+def drops_window(drafter: Drafter, name: str) -> bool:
+    """Whether the engine of a format lets every draft of a head with a window see all positions."""
+    family = find_family(drafter)
+    notes = () if family is None else family.find_rules(name).notes
+    return drafter.window is not None and any(isinstance(note, FullAttention) for note in notes)
+
+
 def make_form(drafter: Drafter, name: str) -> ExportForm:
     """The form of a head in a format of FORMATS.
 
@@ -114,7 +121,7 @@ def make_form(drafter: Drafter, name: str) -> ExportForm:
         most_drafts=drafter.depth and drafter.depth - bool(rules.drops_last and drafter.anchor_predicts),
         whole_block=family.whole_block,
         whole_vocabulary=drafter.draft_to_target is not None and not _has_draft_vocabulary(family, rules),
-        notes=tuple(notes),
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 
@@ -174,8 +181,10 @@ def _add_unrun_engines(
         method = other_facts["takes"].get(family.kind)
         if method is None:
             continue
-        reasons = pick_texts(family.find_rules("nvidia").refusals, drafter)
+        rules = family.find_rules("nvidia")
+        reasons = pick_texts(rules.refusals, drafter)
         if not reasons:
+            notes += pick_texts(rules.notes, drafter)
             lines[f"{engine}, not run"] = _fill_marks(other_facts["line"], {"{method}": method, "{more}": option})
         else:
             notes.append(f"No line for {engine}: engines of NVIDIA {reasons[0]}.")

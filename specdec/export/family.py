@@ -47,13 +47,20 @@ SAMPLING_NOTE = Clause(
     '"draft_sample_method": "probabilistic" is in its configuration: tau differs.'
 )
 
-NVIDIA_WINDOW = Clause("have no such sliding layers", lambda drafter: drafter.window is not None)
+SGLANG_WINDOW = Clause(" --speculative-draft-window-size {value}", lambda drafter: drafter.window)
+FIRST_DRAFT = "the first draft of a round"  # it has no window in SGLang, but for EAGLE-3
 
 
-def refuse_windows(engine: str) -> Clause:
-    """The refusal of an engine that knows no drafters with sliding layers."""
-    text = f"{engine} has no sliding layers in drafters: take format=vllm or speculators."
-    return Clause(text, lambda drafter: drafter.window is not None)
+@dataclass(frozen=True)
+class FullAttention(Clause):
+    """The note on an engine in which every draft of a head with a window sees all positions."""
+
+
+def note_full_attention(engine: str, drafts: str = "every draft") -> Clause:
+    """The note on an engine without a head's window. drafts: words for those that it lets see all"""
+    kind = Clause if drafts == FIRST_DRAFT else FullAttention
+    text = f"Layers of this head see {{value:,}} positions, and {drafts} sees all in {engine}: acceptance in longer "
+    return kind(f"{text}texts may be lower than with the window.", lambda drafter: drafter.window)
 
 
 @dataclass(frozen=True)

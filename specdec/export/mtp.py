@@ -9,13 +9,16 @@ from torch import Tensor
 
 from specdec.export import layout
 from specdec.export.family import (
+    FIRST_DRAFT,
     SAMPLING_NOTE,
     SGLANG_STEPS,
+    SGLANG_WINDOW,
     Clause,
     EngineRules,
     ExportFamily,
     PublishedFiles,
     RestoredHead,
+    note_full_attention,
 )
 from specdec.export.layout import Layout, Parsed
 from specdec.heads.blocks import list_fields
@@ -144,8 +147,12 @@ MTP_FAMILY = ExportFamily(
     draft_vocabulary=False,
     writers={"": write_mimo},
     engines={
-        "sglang": EngineRules(options=[SGLANG_STEPS], notes=[FIRST_ROW_NOTE]),
-        "vllm": EngineRules(options=[OVERRIDE_OPTION], notes=[SAMPLING_NOTE, BUILT_NOTE, FIRST_ROW_NOTE]),
+        "sglang": EngineRules(
+            options=[SGLANG_STEPS, SGLANG_WINDOW], notes=[FIRST_ROW_NOTE, note_full_attention("SGLang", FIRST_DRAFT)]
+        ),
+        "vllm": EngineRules(
+            options=[OVERRIDE_OPTION], notes=[SAMPLING_NOTE, BUILT_NOTE, FIRST_ROW_NOTE, note_full_attention("vLLM")]
+        ),
     },
     restore_steps=(restore_halves,),
 )

@@ -312,7 +312,7 @@ def check_output(drafter: Head) -> None:
         drafter.context(h, tokens - 1, cache)
         visible_keys: Any = masks.committed_mask(cache.lengths + 1, cache.visible)
     else:
-        visible_keys = cache.sees(masks.causal_mask(1, device))
+        visible_keys = cache.sees(masks.causal_mask(1, device), drafter.windows)
     logits = drafter.loss_logits(1, drafter.step(1, h, tokens, tokens, visible_keys, cache)[1]).float()
     if not bool((logits.amax(-1) > logits.amin(-1)).all()):
         raise ValueError(

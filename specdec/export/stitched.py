@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import safetensors.torch
@@ -14,7 +15,7 @@ from specdec.core.dequantise import find_form, write_like
 from specdec.core.files import CHECKSUMS
 from specdec.core.shards import INDEX, SINGLE, Shards, fetch_file, read_header
 from specdec.core.untrusted import read_json
-from specdec.export.family import Clause, EngineRules, ExportFamily
+from specdec.export.family import Clause, EngineRules, ExportFamily, note_full_attention
 from specdec.export.layout import Layout, Tensors
 from specdec.heads.native import NativeMTP, list_checkpoint_places
 from specdec.heads.native_modules.files import MODELOPT_FILE, write_count
@@ -229,6 +230,10 @@ STITCHED_RULES = EngineRules(
             "{value} gives back another state of the module from the second draft on, so it has no line: its drafts "
             "would be worse.",
             name_other_engine,
+        ),
+        replace(
+            note_full_attention("the engine"),
+            find=lambda drafter: None if drafter.layout_window else drafter.window,
         ),
         Clause("No engine has run a module of a {drafter.target.config.model_type} model.", has_not_run),
     ],

@@ -27,8 +27,8 @@ WHAT A STEP SEES (`context_kind`; docs/architecture.md), in training and in deco
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -37,7 +37,8 @@ from torch.nn import functional as F
 
 from specdec.core import precision
 from specdec.core.cache import RowCache
-from specdec.core.span_attention import Seen
+from specdec.core.cached_keys import Piece
+from specdec.core.span_attention import Seen, narrow_to_window
 from specdec.target.model import Target
 
 EXACT_BUFFERS = ("inv_freq", "e_score_correction_bias")  # endings of the names of buffers that stay in float32
@@ -71,6 +72,8 @@ class Head(nn.Module, ABC):
     adapts_target = False  # change of the target in place: outputs are then those of the adapted target
     draft_to_target: Tensor | None  # [W] target ids of a reduced draft vocabulary, increasing; None: all V
     target_to_draft: Tensor | None  # [V] its inverse, -1 for tokens that are not drafted
+    window: int | None = None  # positions that a layer sees, its own included; None: all
+    windows: Sequence[int | None] = ()  # window of each layer; (): the head takes none
     published: dict | None = None  # record of its publication by another project (specdec/export/published.py)
 
     def __init__(self, target: Target, *, vocab: Tensor | None):
@@ -126,6 +129,36 @@ class Head(nn.Module, ABC):
         """Target ids of draft ids, any shape."""
         return tokens if self.draft_to_target is None else self.draft_to_target[tokens]
 
+    def hold_window(self, window: int | None, *, full_layers: Sequence[int] | None = None, num_layers: int = 1) -> None:
+        """Sets the window of all layers but `full_layers`, numbers from 0.
+
+        Raises ValueError for a window below 2 positions, and for layers that the head does not have.
+        """
+        if window is not None and window < 2:
+            raise ValueError(f"window={window} must be 2 positions or more; null: all.")
+        full_layers = full_layers or ()
+        if not set(full_layers) <= set(range(num_layers)):
+            raise ValueError(f"full_layers={list(full_layers)} must be layers of this head, 0 .. {num_layers - 1}.")
+        self.window = window
+        self.windows = [None if layer in full_layers else window for layer in range(num_layers)]
+
+    def with_window(self, window: int | None) -> Self:
+        """The same head with this window in all layers; None: as it is. Raises ValueError if it takes none."""
+        if window is None:
+            return self
+        if not self.windows:
+            raise ValueError(f"window={window}: {type(self).__name__} has no attention that takes a window: give null.")
+        return self._copy_with_window(window)
+
+    def drop_window(self) -> Self:
+        """The same head, whose layers see all positions."""
+        return self._copy_with_window(None)
+
+    def _copy_with_window(self, window: int | None) -> Self:
+        changed = copy.copy(self)
+        changed.hold_window(window, num_layers=len(self.windows))
+        return changed
+
     def make_proposer(self, drafting: Any) -> Any:
         """The proposer that drafts with this head, for heads that are no `Drafter`. drafting:
         decoding.drafting.Drafting
@@ -167,6 +200,7 @@ class Drafter(Head):
     # Whether the drafts of a round follow from its first pass: no step reads a draft or the state of another step, and
     # `logits` is the same at all depths
     parallel = False
+    reads_pieces = True  # whether its attention takes a `Piece` in place of a mask
     shares_output = True  # whether `logits` is the same at all depths
     embedding: Tensor | None  # [V, E] its own frozen embedding, with `own_embedding`; None: the target's
 
@@ -191,6 +225,23 @@ class Drafter(Head):
             same_width = width == target_rows.shape[1]
             rows = target_rows.clone() if same_width else target_rows.new_zeros(len(target_rows), width)
         self.register_buffer("embedding", rows)
+
+    def check_window(self, depth: int) -> None:
+        """Raises ValueError unless all steps of a round of `depth` drafts lie within the window."""
+        if self.window is not None and self.window <= depth and self.context_kind != "block":
+            raise ValueError(f"window={self.window} must exceed depth={depth}: raise one or lower the other.")
+
+    def narrow_keys(self, mask: Any, d: int, positions: Tensor) -> list[Any]:
+        """The keys of `mask` within the window of each layer. Arguments as of `step`"""
+        if isinstance(mask, dict):  # see `RowCache.sees`
+            return [mask[window] for window in self.windows]
+        if isinstance(mask, Piece):
+            return [replace(mask, window=window) for window in self.windows]
+        narrowed = {
+            window: narrow_to_window(mask, window, depth=d, positions=positions, first=self.first_slot)
+            for window in set(self.windows)
+        }
+        return [narrowed[window] for window in self.windows]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., E] of tokens [...], as the head reads them."""

@@ -44,7 +44,7 @@ def measure_scale(values: Iterable[Tensor]) -> Tensor:
 def make_row_cache(config: LlamaConfig, weight: Tensor, *, layers: int, batch: int, masked: bool = False) -> RowCache:
     """An empty cache for attention of these shapes, in the dtype and on the device of `weight`.
 
-    masked: whether attention needs a mask over all entries, because of windows for example
+    masked: whether attention needs a mask over all entries, as for blocks and for modules of other depths
     """
     width = cast(int, config.head_dim)
     reads_length = (
@@ -377,7 +377,7 @@ def check_one_width(target: Target) -> None:
         )
 
 
-# Defaults of the hidden states that a head reads, and the windows of its layers.
+# Defaults of the hidden states that a head reads.
 
 MIN_PUBLISHED_LAYERS = 7  # lower bound of L for which (2, L // 2, L - 3) increases
 
@@ -420,16 +420,3 @@ def _require_num_layers(target: Target) -> int:
             "eagle or mtp."
         )
     return target.num_layers
-
-
-def list_layer_windows(window: int | None, full_layers: Sequence[int] | None, num_layers: int) -> list[int | None]:
-    """The window of each layer of a head, in positions; None: all positions. full_layers: layers without the window
-
-    Raises ValueError for a window below 2 positions, and for layers that the head does not have.
-    """
-    if window is not None and window < 2:
-        raise ValueError(f"window={window} must be 2 positions or more; null: all.")
-    full_layers = full_layers or ()
-    if not set(full_layers) <= set(range(num_layers)):
-        raise ValueError(f"full_layers={list(full_layers)} must be layers of this head, 0 .. {num_layers - 1}.")
-    return [None if layer in full_layers else window for layer in range(num_layers)]

@@ -9,7 +9,7 @@ A part of the package `dependence` makes a draft depend on those before it. DFla
 DFlash 2, LiLiCorr and Domino have theirs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from specdec.heads.blocks import (
     Rotary,
     choose_five_layers,
     choose_fused_layers,
-    list_layer_windows,
     make_block_config,
     make_row_cache,
     measure_norm_gain,
@@ -122,6 +121,11 @@ def _make_mask(target: Target, mask_token: int | None) -> nn.Parameter:
     return nn.Parameter(rows.mean(0) if mask_token is None else rows[mask_token], requires_grad=mask_token is None)
 
 
+def list_causal_layers(windows: Sequence[int | None], *, full_causal: bool, window_causal: bool) -> list[bool]:
+    """Whether an input sees only itself and earlier inputs of its block, for each layer."""
+    return [full_causal if window is None else window_causal for window in windows]
+
+
 class BlockDrafter(Drafter):
     """Makes num_drafts drafts in one pass of num_layers layers, with the target's embedding and LM head.
 
@@ -182,8 +186,9 @@ class BlockDrafter(Drafter):
         super().__init__(target, vocab=vocab)
         self.embedding_scale = embedding_scale
         self.hold_embedding(target.width if own_embedding else None)
-        self.window, self.window_causal = window, window_causal
-        self.windows = list_layer_windows(window, full_layers, num_layers)
+        self.hold_window(window, full_layers=full_layers, num_layers=num_layers)
+        self.window_causal = window_causal
+        self.causal_layers = list_causal_layers(self.windows, full_causal=full_causal, window_causal=window_causal)
         self.depth = self.num_drafts = num_drafts
         self.anchor_predicts, self.full_causal, self.sinks = anchor_predicts, full_causal, sinks
 
@@ -214,6 +219,11 @@ class BlockDrafter(Drafter):
         self.confidence_head = nn.Linear(width + num_markov, 1) if confidence else None
         with torch.no_grad():
             self.norm.weight.copy_(measure_norm_gain(target))
+
+    def with_window(self, window):
+        changed = super().with_window(window)
+        changed.window_causal = self.window_causal if window is None else all(self.causal_layers)
+        return changed
 
     def cache(self, batch: int) -> RowCache:
         return make_row_cache(self.config, self.fc.weight, layers=len(self.layers), batch=batch, masked=True)
@@ -268,11 +278,10 @@ class BlockDrafter(Drafter):
         x = x.flatten(1, 2)  # [B, S*size, D]
         input_positions = (positions[..., None] + torch.arange(size, device=positions.device)).flatten(1)
         rotary = self.rotary(x, input_positions)
-        for layer, window in zip(self.layers, self.windows):
-            seen, causal = mask, self.full_causal
-            if window is not None:  # the anchor's own position counts as one more
-                seen = narrow_to_window(mask, window + 1, depth=2, positions=positions, first=0)
-                causal = self.window_causal
+        for layer, window, causal in zip(self.layers, self.windows, self.causal_layers):
+            # The anchor's own position counts as one more
+            limit = None if window is None else window + 1
+            seen = narrow_to_window(mask, limit, depth=2, positions=positions, first=0)
             x = layer(x, rotary, seen, cache, size=size, causal=causal)
         return self.norm(x).unflatten(1, (num, size))[:, :, size - self.num_drafts :].flatten(2)
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specdec.core.cache import RowCache
-from specdec.core.option_types import Integer, SmallCount, Text, Width
+from specdec.core.masks import causal_mask
+from specdec.core.option_types import Integer, SmallCount, Text, Width, Window
 from specdec.heads.base import Drafter
 from specdec.heads.blocks import (
     find_attention_heads,
@@ -45,11 +46,13 @@ class Draft(Drafter):
     lora: arguments of peft.LoraConfig, such as {r: 16, lora_alpha: 32}. Only adapters on `model` or on copied layers
         are trained, and `frozen_copy` merges them
     config: configuration of a checkpoint's model, whose weights are loaded afterwards
+    window: positions that a layer sees, its own included; null: all
 
     Raises ValueError for arguments that exclude each other.
     """
 
     context_kind = "text"
+    reads_pieces = False  # its layers are of transformers: pieces of a prompt are read under masks
 
     def __init__(
         self,
@@ -63,9 +66,11 @@ class Draft(Drafter):
         model: Text | Target | None = None,
         lora: dict | None = None,
         config: dict | None = None,
+        window: Window | None = None,
         vocab: Tensor | None = None,
     ):
         super().__init__(target, vocab=vocab)
+        self.hold_window(window)
         self.depth, self.target_layers = None, ()
         self.pretrained = model is not None
         if config is not None and (model is not None or lora is not None):
@@ -122,6 +127,11 @@ class Draft(Drafter):
     def step(self, d, h, tokens, positions, mask, cache):
         embed = self.target.embed if self.borrows else self.body.get_input_embeddings()
         decoding = isinstance(cache, RowCache)  # the unroll reads the whole text at once
+        num = tokens.shape[1]
+        if mask is None and self.window is not None and self.window < num:
+            mask = causal_mask(num, tokens.device).expand(len(tokens), 1, num, num)
+        if mask is not None:
+            (mask,) = self.narrow_keys(mask, d, positions)
         output = self.body(
             inputs_embeds=embed(tokens).to(self.dtype),
             position_ids=positions,

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from specdec.core.cache import RowCache
 from specdec.core.compile import training_block
 from specdec.core.option_types import Integers, Layers, SmallCount, Whole, Width, Window
-from specdec.core.span_attention import narrow_to_window
 from specdec.heads.base import Drafter, SizedLinear, Slots
 from specdec.heads.blocks import (
     Block,
@@ -20,7 +19,6 @@ from specdec.heads.blocks import (
     Rotary,
     choose_fused_layers,
     choose_three_layers,
-    list_layer_windows,
     make_block_config,
     make_row_cache,
     measure_scale,
@@ -46,12 +44,14 @@ class _Eagle(Drafter):
         intermediate_size: Width | None = None,
         block: dict | None = None,
         own_embedding: bool = False,
+        window: Window | None = None,
         vocab: Tensor | None = None,
     ):
         """num_inputs: number of vectors of its width that the block reads; other arguments as of `Eagle` and
         `Eagle3`
         """
         super().__init__(target, vocab=vocab)
+        self.hold_window(window)
         self.config = make_block_config(target, intermediate_size=intermediate_size, block=block)
         self.hold_embedding(self.config.hidden_size if own_embedding else None)
         self.block = Block(self.config, width=num_inputs * self.config.hidden_size, layer=0)
@@ -59,10 +59,8 @@ class _Eagle(Drafter):
         self.further = nn.ModuleList()  # layers behind the block
 
     def cache(self, batch: int) -> RowCache:
-        layers = 1 + len(self.further)
-        masked = any(window is not None for window in getattr(self, "windows", ()))
         return make_row_cache(
-            self.config, self.block.self_attn.k_proj.weight, layers=layers, batch=batch, masked=masked
+            self.config, self.block.self_attn.k_proj.weight, layers=1 + len(self.further), batch=batch
         )
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -75,6 +73,7 @@ class Eagle(_Eagle):
     A reduced `vocab` keeps only its rows of the borrowed LM head: drafting is faster, and fewer tokens can be drafted.
     fc_bias: bias of published heads; train without it, because engines treat it differently (docs/file-formats.md)
     block: fields of published heads, see make_block_config; own_embedding: an embedding that is not the target's
+    window: positions that the block sees, its own included; it must exceed the drafts of a round; None: all positions
     """
 
     def __init__(self, target: Target, *, fc_bias: bool = False, **settings):
@@ -84,7 +83,8 @@ class Eagle(_Eagle):
 
     def step(self, d, h, tokens, positions, mask, cache):
         x = self.fc(torch.cat([self.embed(tokens), h], dim=-1))  # [B, S, D]
-        h = self.block(x, x, self.rotary(x, positions), mask, cache)
+        (seen,) = self.narrow_keys(mask, d, positions)
+        h = self.block(x, x, self.rotary(x, positions), seen, cache)
         return h, h
 
     def _join_inputs(self, slots: list[Slots]) -> Iterator[Tensor]:
@@ -146,7 +146,6 @@ class Eagle3(_Eagle):
         norm_output: bool = False,
         norm_before_fc: bool = False,
         norm_before_residual: bool = False,
-        window: Window | None = None,
         full_layers: Layers | None = None,
         own_embedding: bool = False,
         **settings,
@@ -156,7 +155,7 @@ class Eagle3(_Eagle):
         width, eps = self.config.hidden_size, self.config.rms_norm_eps
         self.target_layers = choose_fused_layers(target, target_layers, choose_three_layers)
         self.norm_output, self.norm_before_residual = bool(norm_output), norm_before_residual
-        self.window, self.windows = window, list_layer_windows(window, full_layers, num_layers)
+        self.hold_window(self.window, full_layers=full_layers, num_layers=num_layers)
         num = len(self.target_layers)
         self.input_norm = RMSNorm(num * target.width, eps=eps) if norm_before_fc else None
         self.fc_norm = nn.ModuleList([RMSNorm(target.width, eps=eps) for _ in range(num)] if norm_features else [])
@@ -171,10 +170,6 @@ class Eagle3(_Eagle):
                 "of its own."
             )
         self.lm_head = self._make_output(width) if own_output else None
-
-    @property
-    def repeats_step(self) -> bool:
-        return all(window is None for window in self.windows)
 
     def _make_output(self, width: int) -> nn.Linear:
         """An LM head, which starts as a copy of the target's if the head is as wide as the target."""
@@ -209,10 +204,7 @@ class Eagle3(_Eagle):
     def step(self, d, h, tokens, positions, mask, cache):
         rotary = self.rotary(self.norm.weight, positions)
         normed, *projected = self.project_inputs(h, self.embed(tokens), *rotary)
-        first, *further = (
-            narrow_to_window(mask, window, depth=d, positions=positions, first=self.first_slot)
-            for window in self.windows
-        )
+        first, *further = self.narrow_keys(mask, d, positions)
         h = self.block.attend_projected(projected, normed if self.norm_before_residual else h, first, cache)
         for layer, seen in zip(self.further, further):
             h = layer(h, rotary, seen, cache)

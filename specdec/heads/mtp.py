@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.core.cache import RowCache
-from specdec.core.option_types import SmallCount, Width
+from specdec.core.option_types import SmallCount, Width, Window
 from specdec.core.span_attention import Seen
 from specdec.heads.base import Drafter
 from specdec.heads.blocks import Block, RMSNorm, Rotary, make_block_config, make_row_cache, measure_scale, solve_ridge
@@ -62,6 +62,7 @@ class MTP(ModuleDrafter):
     num_modules: number of modules, one for each depth, which see keys of their own depth; null: one for all depths
     attention_bias: whether q, k and v have biases, as in Qwen2's layers
     zero_first: whether the embedding in the first slot of a text is zero, as vLLM and SGLang run these modules
+    window: positions that a module sees, its own included; it must exceed the drafts of a round; null: all
     """
 
     estimates_state = True
@@ -75,9 +76,11 @@ class MTP(ModuleDrafter):
         intermediate_size: Width | None = None,
         attention_bias: bool = False,
         zero_first: bool = False,
+        window: Window | None = None,
         vocab: Tensor | None = None,
     ):
         super().__init__(target, vocab=vocab)
+        self.hold_window(window)
         self.depth = num_modules
         self.zero_first = zero_first
         self.context_kind = "path" if num_modules is None else "depth"
@@ -93,7 +96,8 @@ class MTP(ModuleDrafter):
 
     def step(self, d, h, tokens, positions, mask, cache):
         embedding = self.embed_inputs(tokens, positions)
-        h = self.module(d)(embedding, h, self.rotary(h, positions), mask, cache)
+        (seen,) = self.narrow_keys(mask, d, positions)
+        h = self.module(d)(embedding, h, self.rotary(h, positions), seen, cache)
         return h, h
 
     @torch.no_grad()

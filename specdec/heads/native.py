@@ -20,7 +20,6 @@ from specdec.core.cache import RowCache
 from specdec.core.files import hash_file
 from specdec.core.option_types import SmallCount, Text, Width
 from specdec.core.shards import Shards
-from specdec.core.span_attention import narrow_to_window
 from specdec.heads.blocks import make_row_cache
 from specdec.heads.mtp import ModuleDrafter
 from specdec.heads.native_modules.layouts import (
@@ -226,6 +225,7 @@ class NativeMTP(ModuleDrafter):
         )
         self.layer_config = make_layer_config(target.config, native_layout, 0)
         self.kinds = native_layout.list_kinds(target.config)
+        self.hold_window(self.layout_window)
         rotary = getattr(target.decoder, "rotary_emb", None)
         self.rotary = None if native_layout.chain else type(cast(Any, rotary))(config=self.layer_config)
         self.pretrained = tensors is not None
@@ -237,9 +237,16 @@ class NativeMTP(ModuleDrafter):
         self.lora_rank = lora_rank
 
     @property
-    def window(self) -> int | None:
-        """Positions that a module sees, its own included; None: all."""
+    def layout_window(self) -> int | None:
+        """Positions that a module of this family sees; None: all."""
         return self.layer_config.sliding_window if SLIDING in self.kinds else None
+
+    def with_window(self, window):
+        if window is not None and self.layout_window is not None:
+            raise ValueError(
+                f"window={window}: {self.target.name}'s own modules see {self.layout_window:,} positions: give null."
+            )
+        return super().with_window(window)
 
     @property
     def estimates_state(self) -> bool:  # type: ignore[override]
@@ -285,7 +292,7 @@ class NativeMTP(ModuleDrafter):
         width = width or self.target.width // config.num_attention_heads
         heads = {"num_attention_heads": config.num_attention_heads, "num_key_value_heads": keys}
         shape = LlamaConfig(hidden_size=width * config.num_attention_heads, head_dim=width, **heads)
-        masked = self.context_kind == "depth" or self.window is not None
+        masked = self.context_kind == "depth"
         return make_row_cache(shape, self.module(1).enorm.weight, layers=self.depth or 1, batch=batch, masked=masked)
 
     def encode(self, features):
@@ -305,7 +312,7 @@ class NativeMTP(ModuleDrafter):
         angles = positions.expand(3, -1, -1) if hasattr(self.rotary, "mrope_section") else positions
         kind = self.kinds if hasattr(self.rotary, "layer_types") else []  # angles may differ by kind of layer
         rotary = None if self.rotary is None else self.rotary(h, angles, *kind)
-        seen = narrow_to_window(mask, self.window, depth=d, positions=positions, first=self.first_slot)
+        (seen,) = self.narrow_keys(mask, d, positions)
         raw, normed = self.module(d)(embedding, h, rotary, positions, seen, cache)
         return normed if self.estimates_state else raw, normed
 

@@ -134,6 +134,13 @@ def split_list(text: str | None) -> list[str]:
     return [entry.strip() for entry in (text or "").split(",") if entry.strip()]
 
 
+def read_numbers(name: str, text: str, highest: int) -> list[int]:
+    """The whole numbers of an option's comma list, increasing. Raises ValueError for others, and above `highest`."""
+    if not all(part.isdecimal() and 0 < int(part) <= highest for part in split_list(text)):
+        raise ValueError(f"{name}={text}: give numbers from 1 to {highest}, such as 1,4,16.")
+    return sorted({int(part) for part in split_list(text)})
+
+
 def check_output_paths(values: dict[str, Any], fields: dict[str, FieldInfo]) -> None:
     """Makes the folders that results go to, before anything is loaded. Raises ValueError as `check_output_path`."""
     for name, field in fields.items():

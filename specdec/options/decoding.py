@@ -3,7 +3,7 @@
 conf/command/decode.yaml has the defaults of `Drafting` and `Sampling`.
 """
 
-from specdec.options.command_line import split_list
+from specdec.options.command_line import read_numbers, split_list
 
 import dataclasses
 import functools
@@ -18,6 +18,7 @@ from specdec.core.option_types import (
     PositiveShare,
     SmallCount,
     Text,
+    Window,
     prefix_option_names,
 )
 from specdec.core.sampling import Sampling
@@ -73,6 +74,7 @@ class DraftingOptions(Options):
     cuda_graphs: bool | None
     children: Literal["distinct", "chosen"]
     rule: Literal["token", "block"]
+    window: Window | None
 
     def make_drafting(self, shape: TreeShape | None = None) -> Drafting:
         """The way to draft and verify. shape: shape of drafts; None: that of these options, or the usual one
@@ -123,10 +125,7 @@ def read_number_lists(name: str, text: str, *, form: str, example: str) -> list[
 
 def read_batches(text: str) -> list[int]:
     """The batch sizes of batch=, increasing. Raises ValueError for what is no list of such numbers."""
-    sizes = split_list(text)
-    if not all(size.isdecimal() and 0 < int(size) <= MAX_REQUESTS for size in sizes):
-        raise ValueError(f"batch={text}: give numbers from 1 to {MAX_REQUESTS}, such as 1,4,16.")
-    return sorted({int(size) for size in sizes})
+    return read_numbers("batch", text, MAX_REQUESTS)
 
 
 def cut_shapes(shapes: list[TreeShape], max_depth: int | None) -> list[TreeShape]:

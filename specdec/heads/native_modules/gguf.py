@@ -22,7 +22,7 @@ def open_gguf(path: str) -> Any:
         raise ValueError(f"{path} needs the package gguf: pip install '{DISTRIBUTION}[train]'.") from error
     try:
         return GGUFReader(path)
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    except Exception as error:  # a damaged file raises errors of many kinds
         raise ValueError(f"{path} is no whole GGUF file ({error}): take another copy of it.") from error
 
 

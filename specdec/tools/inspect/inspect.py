@@ -11,7 +11,7 @@ import transformers
 from pydantic import model_validator
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from specdec import loading
+from specdec import checkpoint, loading
 from specdec.core import files as file_tools
 from specdec.core import hub, progress
 from specdec.core.option_types import Options, Text, prefix_option_names
@@ -107,6 +107,8 @@ def has_files(name: str) -> bool:
 
 def examine_model(name: str, options: InspectOptions, count_memory: MemoryCounter) -> tuple[bool | None, Page]:
     """Whether a model can be a target (None: only a load can tell), and all sections on it."""
+    if any((Path(name) / file).exists() for file in ("drafter.json", checkpoint.BEST_FILE)):
+        return False, [sections.describe_checkpoint(checkpoint.resolve(name))]
     document = find_outline(name)
     if document and not hub.is_folder(name) and not hub.is_hub_reachable():
         subject = describe_outline(name, document)

@@ -11,6 +11,7 @@ from specdec.core import hub, untrusted
 from specdec.core.devices import name_cause
 from specdec.core.shards import INDEX, LENGTH_BYTES, METADATA, SINGLE, fetch_file, is_cached
 from specdec.core.wording import format_count
+from specdec.heads.native_modules.gguf import open_gguf
 from specdec.options import config_files
 
 LFS_POINTER = b"version https://git-lfs"  # beginning of a file in place of which Git LFS has the weights
@@ -190,14 +191,7 @@ def _read_gguf(path: Path) -> StoredModel:
     """The fields of a GGUF file. Raises ValueError for a missing or damaged file."""
     if not path.is_file():
         raise ValueError(f"There is no file {path}: give the path of a GGUF file, a folder, or a Hub name.")
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise ValueError("A GGUF file needs the package gguf: pip install gguf.") from error
-    try:
-        reader = GGUFReader(path)
-    except Exception as error:  # a damaged file raises errors of many kinds
-        raise ValueError(f"{path} is no GGUF file, or is damaged ({name_cause(error)}): fetch it again.") from error
+    reader = open_gguf(str(path))
     fields = {key: reader.fields[key].contents() for key in reader.fields if not key.startswith("tokenizer.ggml")}
     files = StoredModel(str(path), "GGUF", num_bytes=path.stat().st_size, fields=fields)
     for tensor in reader.tensors:

@@ -5,10 +5,12 @@ import shlex
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from specdec import checkpoint
 from specdec.core import progress
 from specdec.core.shards import Shards
 from specdec.core.wording import format_count
@@ -294,6 +296,21 @@ def describe_adapter(files: StoredModel) -> PageSection:
         f"no target by itself: {merge}, then inspect that; an MTP module comes from the base (source={base})",
     ]
     return PageSection("adapter", facts, lines)
+
+
+def describe_checkpoint(folder: Path) -> PageSection:
+    """A trained head: its target, and what its layers see of texts longer than those of training."""
+    document, length = checkpoint.read_document(folder), checkpoint.find_trained_length(folder)
+    kind, target, window = document["_target_"].rpartition(".")[2], document.get("target"), document.get("window")
+    seen = "all positions" if window is None else format_count(window, "position")
+    if checkpoint.keeps_windows(document):
+        seen = "the positions that the target's own module does"
+    if window is not None and document.get("full_layers"):
+        seen += f", but layers {list(document['full_layers'])} all"
+    longest = "of unknown length" if length is None else f"of at most {length:,} tokens"
+    lines = [f"{kind} for {target}, trained on texts {longest}; layers see {seen}", checkpoint.advise_window(folder)]
+    facts = {"kind": kind, "target": target, "window": window, "trained_length": length}
+    return PageSection("head", facts, [line for line in lines if line])
 
 
 def describe_gguf(files: StoredModel) -> PageSection:
