@@ -23,7 +23,17 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin as StateLaye
 
 from specdec.core import fast, masks, span_attention
 from specdec.core.cache_memory import CacheMemory, EntryShape, Groups, count_free_bytes, make_groups
-from specdec.core.cached_keys import MAX_PENDING, CachedKeys, attend_cached, find_cached_keys
+from specdec.core.cached_keys import (
+    MAX_PENDING,
+    CachedKeys,
+    Piece,
+    attend_cached,
+    attend_lagging,
+    check_pieces,
+    find_cached_keys,
+    fits_kernel,
+)
+from specdec.core.context_parallel import WHOLE_TEXT, TextShare
 from specdec.core.devices import upload_values
 from specdec.core.span_attention import Span
 
@@ -216,7 +226,6 @@ class RowCache(transformers.Cache):
         self.positions: Tensor | None = None  # [B, C] of the entries, after `note_positions`
         self.rows = torch.arange(batch, device=device)[:, None]  # [B, 1]
         self.pending = 0
-        self.opening = False  # whether the next pass reads the beginning of all texts, and so its own entries only
         self.host_lengths = [0] * batch  # lengths on the host, so that no shape waits for the device
         self.slots = torch.zeros(batch, 0, dtype=torch.long, device=device)  # [B, S] places that the next update writes
 
@@ -303,10 +312,9 @@ class RowCache(transformers.Cache):
             capacity *= 2
         added = capacity - self.capacity
         if groups is None:
-            groups = {shape: F.pad(group, (0, 0, 0, added)) for shape, group in self.groups.items()}
-        else:
-            for shape, group in self.groups.items():
-                groups[shape][:, : group.shape[1], :, : self.capacity] = group
+            groups = self._make_groups(len(self.host_lengths), self.max_rows, capacity)
+        for shape, group in self.groups.items():
+            groups[shape][:, : group.shape[1], :, : self.capacity] = group
         self.positions = None if self.positions is None else F.pad(self.positions, (0, added))
         self._set_groups(groups, len(self.host_lengths), capacity)
 
@@ -376,21 +384,26 @@ class RowCache(transformers.Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """Writes [B, heads, S, width]. Returns the visible entries [B, heads, visible, width], or an opening's own."""
+        """Writes [B, heads, S, width]. Returns the visible entries [B, heads, visible, width]."""
         keys, values = self.visible_keys(layer_idx)
         rows, slots = (place.to(keys.device, non_blocking=True) for place in (self.rows, self.slots))
         keys[rows, :, slots] = key_states.transpose(1, 2)
         values[rows, :, slots] = value_states.transpose(1, 2)
-        return (key_states, value_states) if self.opening else (keys, values)
+        return keys, values
 
-    def sees(self, ancestors: Tensor) -> Tensor | CachedKeys:
+    def sees(
+        self, ancestors: Tensor, windows: Sequence[int | None] = ()
+    ) -> Tensor | CachedKeys | dict[int | None, CachedKeys]:
         """The entries that queries behind the committed ones see: a mask [B, 1, S, visible], or `CachedKeys`.
 
         ancestors [B, S, P] or [S, P] bool: pending entries of the row that each query sees
+        windows: windows of layers, each of which gets its own `CachedKeys`; a mask is the same for all
         """
         if self.query_heads is None or ancestors.shape[-1] > MAX_PENDING:
             return masks.pending_mask(ancestors, self.lengths, self.visible)
-        return self.find_cached_keys(ancestors)
+        if not windows:
+            return self.find_cached_keys(ancestors)
+        return {window: self.find_cached_keys(ancestors, window=window) for window in set(windows)}
 
     def find_cached_keys(self, ancestors: Tensor, *, window: int | None = None) -> CachedKeys:
         """`sees`, for entries read to their length. window: positions that a query sees; None: all"""
@@ -405,9 +418,27 @@ class RowCache(transformers.Cache):
             tree=fast.allows("tree", shape.device, shape.dtype),
         )
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | CachedKeys) -> Tensor:
-        """query [B, heads, S, head_dim], mask from `sees` -> [B, heads, S, head_dim]"""
+    @property
+    def reads_pieces(self) -> bool:
+        """Whether `attend` takes a `Piece`."""
+        shapes = [shape for shape in self.shapes if shape is not None]
+        return all(
+            shape.device.type == "cpu"
+            or (
+                fits_kernel(shape.width, shape.width)
+                and fast.allows("cache", shape.device, shape.dtype)
+                and check_pieces(shape.device)
+            )
+            for shape in shapes
+        )
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | CachedKeys | Piece
+    ) -> Tensor:
+        """query [B, heads, S, head_dim], mask from `sees`, or a piece -> [B, heads, S, head_dim]"""
         keys, values = self.update(key, value, layer)
+        if isinstance(mask, Piece):
+            return attend_lagging(query, keys, values, mask, scale=query.shape[-1] ** -0.5)
         if isinstance(mask, CachedKeys):
             return attend_cached(query, keys, values, mask, scale=query.shape[-1] ** -0.5)
         return attend_masked(query, keys, values, mask)
@@ -452,7 +483,7 @@ class RowCache(transformers.Cache):
         Only rows that change their places are copied, if each moves to the place of a leaving one.
         """
         index = upload_values(rows, self.lengths.device)
-        self._select_groups(rows, index)
+        self._select_groups(rows)
         self.lengths = self.lengths[index]
         self.skipped = self.skipped[index]
         self.positions = None if self.positions is None else self.positions[index]
@@ -463,12 +494,20 @@ class RowCache(transformers.Cache):
         if self.states is not None:
             self.states.select(index)
 
-    def _select_groups(self, rows: list[int], index: Tensor) -> None:
-        """Keeps K and V of `rows`. index [M]: the same numbers on the device"""
+    def _make_groups(self, num_rows: int, most_rows: int, capacity: int) -> Groups:
+        """Zero K and V for `num_rows` rows; on a CPU for `most_rows`, which take no memory before they are written."""
+        num_rows = max(num_rows, most_rows) if self.lengths.device.type == "cpu" else num_rows
+        return make_groups(self._count_shapes(), num_rows, capacity)
+
+    def _select_groups(self, rows: list[int]) -> None:
+        """Keeps K and V of `rows`. If rows are missing, their number doubles, so that few copies are made."""
         num, num_before = len(rows), len(self.host_lengths)
         moved_rows = {goal: row for goal, row in enumerate(rows) if goal != row and goal < num_before}
         if num > self.max_rows or any(row < num for row in moved_rows.values()):
-            groups = {shape: group.index_select(1, index.to(group.device)) for shape, group in self.groups.items()}
+            groups = self._make_groups(num, 2 * self.max_rows if num > self.max_rows else num, self.capacity)
+            for shape, group in self.groups.items():
+                for goal, row in enumerate(rows):
+                    groups[shape][:, goal] = group[:, row]
             self.release()
             self._set_groups(groups, num, self.capacity)
             return
@@ -546,9 +585,12 @@ class UnrollCache:
 
     Step 1 stores the keys of all T slots. A later step of slot j sees the step-1 keys of its document's slots up to j
     (its span), and its own keys of steps 2..d. Later steps may run on a subset of S slots.
+
+    share, num_slots: this process' part of the slots, and the slots of all; K and V that all steps see are of all slots
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: TextShare = WHOLE_TEXT, num_slots: int = 0) -> None:
+        self.share, self.num_slots = share, num_slots
         # By layer: K and V [B, heads, T, head_dim] that all steps see
         self.common_keys: dict[int, tuple[Tensor, Tensor]] = {}
         # By layer and step d: K and V [B, heads, S, 1, head_dim]
@@ -571,7 +613,11 @@ class UnrollCache:
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> None:
         """Stores K and V that all steps see: a block drafter's context."""
-        self.common_keys[layer] = key, value
+        self.common_keys[layer] = self.gather(key, value)
+
+    def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of all slots, from those of this process' slots"""
+        return self.share.gather(key, value, self.num_slots)
 
 
 @dataclass(frozen=True)
@@ -591,8 +637,8 @@ class CachedStep:
         pair = key[..., None, :], value[..., None, :]
         first = min([*steps, self.d])  # the step of the common keys: 1, or that of a module for one depth
         if self.d == first:
-            self.cache.common_keys.setdefault(layer, (key, value))
-            common_pair = key, value
+            common_pair = self.cache.gather(key, value)
+            self.cache.common_keys.setdefault(layer, common_pair)
             own_keys = [*pair] if seen.self_key_separate else []
         else:
             common_pair = self.cache.common_keys[layer]
@@ -614,16 +660,21 @@ def _gather_slots(values: Tensor, indices: Tensor | None) -> Tensor:
     return values.gather(2, indices[:, None, :, None, None].expand(-1, values.shape[1], -1, -1, values.shape[-1]))
 
 
+MAX_GROUPED_TOKENS = 8  # above, sdpa is as fast on heads one by one
+
+
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float | None = None) -> Tensor:
     """query [B, H, S, E], key [B, G, C, E], value [B, G, C, V], mask [B, 1 or H, S, C] -> [B, H, S, V]
 
-    On a CPU, sdpa multiplies one query a head as one row a product, which is slow in bfloat16. So the queries that
-    share keys become the rows of one product: 9 heads of 64 take 33 microseconds for 256 keys, and not 190.
+    On a CPU, sdpa multiplies the few queries of a head as a product of so few rows, which is slow in bfloat16. So all
+    queries that share keys become the rows of one product. In 9 heads of 64 over 1,024 keys one query takes a seventh
+    of the time, 4 and 8 queries three quarters.
     """
-    heads, groups = query.shape[1], key.shape[1]
-    one_row = query.shape[2] == 1 and mask.shape[1] == 1 and groups < heads
-    if one_row and query.dtype == torch.bfloat16 and query.device.type == "cpu":
-        rows = query.reshape(query.shape[0], groups, heads // groups, query.shape[-1])
+    heads, groups, num = query.shape[1], key.shape[1], query.shape[2]
+    few_rows = num <= MAX_GROUPED_TOKENS and mask.shape[1] == 1 and groups < heads
+    if few_rows and query.dtype == torch.bfloat16 and query.device.type == "cpu":
+        rows = query.reshape(query.shape[0], groups, -1, query.shape[-1])  # [B, G, H / G * S, E]
+        mask = mask.repeat(1, 1, heads // groups, 1)
         out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
-        return out.reshape(query.shape[0], heads, 1, value.shape[-1])
+        return out.reshape(query.shape[0], heads, num, value.shape[-1])
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdec.core.devices import round_up_power
+
 MIN_CAPACITY = 256  # entries of a row; larger capacities are powers of two, so that few shapes occur
 MAX_MEMORY_SHARE = 0.25  # of a GPU's free memory; an answer that ends early would waste more
 
@@ -43,7 +45,7 @@ class CacheMemory:
 
     @property
     def capacity(self) -> int:
-        return max(MIN_CAPACITY, 1 << (self.num_entries - 1).bit_length())
+        return max(MIN_CAPACITY, round_up_power(self.num_entries))
 
     def expect(self, num_entries: int, num_rows: int) -> None:
         """Announces caches of so many entries in so many rows."""

@@ -137,3 +137,8 @@ class LateValues:
         if self._event is not None:
             self._event.synchronize()
         return self._values.tolist()
+
+
+def round_up_power(num: int) -> int:
+    """The next power of two, so that only few sizes are compiled or captured; 0 for 0."""
+    return 1 << (num - 1).bit_length() if num else 0

@@ -48,27 +48,6 @@ def pending_mask(ancestors: Tensor, lengths: Tensor, visible: int) -> Tensor:
     return ((offset < 0)[:, None] | (inside[:, None] & ancestors.gather(2, column)))[:, None]
 
 
-def jacobi_mask(index: Tensor, starts: Tensor, num: int) -> Tensor:
-    """The mask of M blocks of `num` tokens behind a text of T tokens. Each block continues the text before its start.
-
-    index [B, T]: document of each token; starts [B, M]: place in the row of each block's first token
-    Token k of block m is entry k * M + m. So a pass over whole blocks has the same order as one token by token:
-
-        keys     x_0 .. x_(T-1)                     | k=0: block 0 .. M-1 | k=1: block 0 .. M-1 | ...
-        sees     the block's document before start  | tokens 0 .. k of its own block
-
-    -> [B, 1, num * M, T + num * M]
-    """
-    length = index.shape[1]
-    positions = torch.arange(length, device=index.device)
-    document = index.gather(1, (starts - 1).clamp(min=0))  # [B, M] of the token before the start
-    text = (index[:, None] == document[..., None]) & (positions < starts[..., None])  # [B, M, T]
-    same_block = torch.eye(starts.shape[1], dtype=torch.bool, device=index.device)  # [M, M]
-    block = causal_mask(num, index.device)[:, None, :, None] & same_block[None, :, None]
-    block = block.flatten(2).flatten(0, 1)  # [num*M, num*M]
-    return torch.cat([text.repeat(1, num, 1), block.expand(len(index), -1, -1)], dim=-1)[:, None]
-
-
 # A group's documents have at least this share of its longest one's length: a quarter of padding at most
 MIN_LENGTH_SHARE = 0.75
 

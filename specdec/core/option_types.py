@@ -40,6 +40,7 @@ Duration = Annotated[float, Field(gt=0, le=10**6), AS_WRITTEN]  # seconds or min
 Integers = Annotated[Sequence[Integer], Field(min_length=1)]
 Layers = Sequence[Whole]  # layers by number, from 0; an empty list is allowed
 Window = Annotated[int, Field(ge=2, le=LARGEST)]  # positions that an attention layer sees
+REMOVED_CHOICES = {("head", "consistency"), ("proposer", "lookahead"), ("proposer", "layerskip")}  # option, value
 LISTS = (list, Sequence)
 PLAIN_TYPES = (
     int,
@@ -188,6 +189,8 @@ def describe_unknown(name: str, names: Collection[str]) -> str:
 
 def describe_unknown_choice(option: str, name: str, choices: Collection[str]) -> str:
     """The sentence for a value of an option, such as head, that is none of the choices"""
+    if (option, name) in REMOVED_CHOICES:
+        return f"{option}={name} was removed: an earlier version of specdec has it."
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
     guess = f" Did you mean {option}={close[0]}?" if close else ""
     return f"There is no {option}={name}.{guess} There are: {', '.join(choices)}."

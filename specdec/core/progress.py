@@ -11,23 +11,28 @@ main one shows something. Results go to stdout through `Results`, apart from the
 
 import contextlib
 import functools
+import math
 import os
 import signal
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import rich.console
 import rich.table
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from specdec.core import token_counts
+
 Item = TypeVar("Item")
 
 MODES = ("auto", "rich", "plain", "quiet")
 VARIABLE = "SPECDEC_PROGRESS"
 HELP = "of long work: auto, rich (redrawn on the terminal), plain (lines for a log) or quiet (results only)"
+LONG_PROMPTS = 1000  # tokens of a unit's prompts; from here on, lines say how many are read
 SECONDS_BETWEEN_LINES = 30  # between lines of a task, in mode plain
 WIDTH = 100  # characters of tables in files and pipes, unless COLUMNS is set
 SHOW_CURSOR = b"\x1b[?25h\n"
@@ -35,6 +40,28 @@ SHOW_CURSOR = b"\x1b[?25h\n"
 _mode = "plain"  # before `choose_mode`
 _main = True  # True in the process that shows progress
 _live: Progress | None = None  # the redrawn lines, in mode rich
+_tasks: list["Task"] = []  # running tasks, the innermost last
+
+
+@dataclass
+class TokenPace:
+    """Tokens that a task reads, or writes.
+
+    total, max_total: expected and largest possible number; seconds: spent on those that are done
+    """
+
+    total: int
+    max_total: int
+    num_done: int = 0
+    seconds: float = 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds of the other tokens; infinite before the first one."""
+        num_left = max(0, self.total - self.num_done)
+        if num_left and not self.num_done:
+            return math.inf
+        return num_left * self.seconds / max(1, self.num_done)
 
 
 class Task:
@@ -53,6 +80,9 @@ class Task:
         self.start_time = self.last_line_time = self.update_time = time.perf_counter()
         self.prints = prints
         self.row: tuple[Progress, TaskID] | None = None  # its redrawn line, in mode rich
+        self.reading, self.writing = TokenPace(0, 0), TokenPace(0, 0)
+        self.has_long_prompts = False
+        self.token_time = self.start_time  # when tokens were counted last
 
     @property
     def seconds(self) -> float:
@@ -62,6 +92,9 @@ class Task:
     def seconds_left(self) -> float | None:
         """Seconds that the other units take at the pace of those that are done; None before the first, or the total."""
         num_new = self.num_done - self.num_before
+        if self.reading.num_done:
+            seconds = self.reading.seconds_left + self.writing.seconds_left
+            return None if math.isinf(seconds) else max(0.0, self.token_time + seconds - time.perf_counter())
         if self.total is None or num_new <= 0:
             return None
         end_time = self.update_time + (self.update_time - self.start_time) / num_new * (self.total - self.num_done)
@@ -78,17 +111,39 @@ class Task:
         self.num_tokens = num_tokens
         self.figures = figures
         self.update_time = time.perf_counter()
+        self._expect_rest()
         is_first_of_long_work = is_first and (self.seconds_left or 0) >= SECONDS_BETWEEN_LINES
         if self.row is not None and self.row[1] in self.row[0].task_ids:
             self.row[0].update(self.row[1], completed=num_done)
         elif self.update_time - self.last_line_time >= SECONDS_BETWEEN_LINES or is_first_of_long_work:
-            self.print_line(str(self))
+            self.print_line()
 
-    def print_line(self, text: str) -> None:
-        """Prints a line of its own in mode plain."""
+    def _expect_rest(self) -> None:
+        """Expects answers as long as those that are done; work behind an answer, such as a replay, reads its prompt."""
+        num_new = self.num_done - self.num_before
+        if num_new and self.total is not None:
+            expected = self.writing.num_done * (self.total - self.num_before) // num_new
+            self.writing.total = min(self.writing.max_total, expected)
+        self._spend(self.reading)
+
+    def count_tokens(self, pace: TokenPace, num: int) -> None:
+        """Adds tokens that were read or written since the last ones."""
+        pace.num_done += num
+        self._spend(pace)
+        if self.row is None and self.token_time - self.last_line_time >= SECONDS_BETWEEN_LINES:
+            self.print_line()
+
+    def _spend(self, pace: TokenPace) -> None:
+        """Counts the time since tokens were counted last."""
+        now = time.perf_counter()
+        pace.seconds += now - self.token_time
+        self.token_time = now
+
+    def print_line(self, text: str | None = None) -> None:
+        """Prints a line of its own in mode plain. text: None: units so far, rate, and time left"""
         if self.prints:
             self.last_line_time = time.perf_counter()
-            print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+            print(f"{self.name}: {self if text is None else text}", file=sys.stderr, flush=True)
 
     def __str__(self) -> str:
         """Units so far, rate, and time left"""
@@ -100,7 +155,10 @@ class Task:
             time_left = f"{format_duration(self.seconds_left)} left"
         elif not rate and self.total is None:
             time_left = format_duration(self.seconds)
-        return ", ".join(filter(None, (count, rate, time_left)))
+        read = ""
+        if self.reading.num_done and self.has_long_prompts:
+            read = f"{self.reading.num_done:,}/{self.reading.total:,} prompt tokens read"
+        return ", ".join(filter(None, (count, read, rate, time_left)))
 
     def summary(self) -> str:
         """Units, time and rate at the end"""
@@ -199,15 +257,47 @@ def start_task(
     if shown and live is not None:
         task.row = live, live.add_task(name, total=total, completed=num_done, shown=task)
         live.start()
-    task.print_line(str(task))
+    task.print_line()
+    _tasks.append(task)
     try:
         yield task
     finally:
+        _tasks.remove(task)
         task.print_line(task.summary())
         if live is not None and task.row is not None and task.row[1] in live.task_ids:
             live.remove_task(task.row[1])
             if not live.task_ids:
                 live.stop()
+
+
+def expect_tokens(*, read: int, written: int, times: int = 1) -> None:
+    """Tells the innermost task what it reads and at most writes, for the time left while answers are under way.
+
+    times: how often it reads and writes that
+    """
+    if _tasks:
+        task = _tasks[-1]
+        task.reading, task.writing = (TokenPace(num * times, num * times) for num in (read, written))
+        task.has_long_prompts = read >= LONG_PROMPTS * (task.total or 1)
+        task.token_time = time.perf_counter()
+
+
+def track_tokens(items: Iterable[Item], **expected: int) -> Iterator[Item]:
+    """Yields the items of `track_items`, whose task is told what it reads and at most writes: see `expect_tokens`."""
+    for index, item in enumerate(items):
+        if index == 0:
+            expect_tokens(**expected)
+        yield item
+
+
+def count_tokens(*, read: int = 0, written: int = 0) -> None:
+    """Counts tokens that decoding has read or written, in the innermost task that expects some."""
+    task = next((task for task in reversed(_tasks) if task.reading.total), None)
+    if task is not None:
+        task.count_tokens(task.reading if read else task.writing, read or written)
+
+
+token_counts.LISTENERS.append(count_tokens)
 
 
 def track_items(

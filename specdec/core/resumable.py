@@ -20,8 +20,6 @@ class Identity(Protocol):
     @property
     def text(self) -> str: ...
 
-    def matches(self, recorded: str | None) -> bool: ...
-
 
 class Resumable:
     """A JSONL file of results. The same settings continue it; other settings must not touch it.
@@ -53,14 +51,12 @@ class Resumable:
     def check_inputs(self, target: Identity | None = None, **inputs: str) -> None:
         """Raises ValueError if rows were made with other inputs. inputs: digests by the names of the inputs
 
-        target: one more input; a record of the same target in an earlier version's form is replaced
-        Inputs without a record are recorded: those of a file without rows, or of one begun by an earlier version.
+        target: one more input. Inputs without a record are recorded: those of a file without rows.
         """
         recorded = read_json(self.record)
         old_inputs = recorded.get(INPUTS, {}) if self.rows else {}
         if target is not None:
             inputs["target"] = target.text
-            old_inputs = old_inputs | ({"target": target.text} if target.matches(old_inputs.get("target")) else {})
         if changed_inputs := [
             name.replace("_", " ") for name, value in inputs.items() if old_inputs.get(name, value) != value
         ]:

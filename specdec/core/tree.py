@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.core import masks
-from specdec.core.devices import upload_values
+from specdec.core.devices import round_up_power, upload_values
 from specdec.core.wording import format_count
 
 Nodes = list[tuple[int, int]]  # (token, parent) of nodes 1, 2, .. of a row; the root is node 0
@@ -19,18 +19,6 @@ def make_one_hot(tokens: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PartialPass:
-    """The first layers of the target's pass over a tree, run by the proposer.
-
-    The nodes' K and V in these layers are in the target's cache, in
-    the order of the nodes, behind the committed entries.
-    """
-
-    states: Tensor  # [B, N, D] hidden states after these layers
-    num_layers: int
-
-
-@dataclass(frozen=True)
 class Tree:
     """The drafts of a proposer for the target. Parents come before their children."""
 
@@ -38,7 +26,6 @@ class Tree:
     parents: Tensor  # [B, N] parents[i] < i; parents[0] = -1
     probs: Tensor | None  # [B, N, V] distribution that node i was sampled from; None for chosen nodes
     linear: bool = False  # True if every row is a chain
-    partial_pass: PartialPass | None = None
     max_children: int | None = None  # upper bound of a node's children, None if unknown
 
     @property
@@ -60,11 +47,11 @@ class Tree:
     def pad_to_power(self, depth: int) -> "Tree":
         """This tree with a power of two drafts, or a chain of at most `depth`, so that only few sizes are compiled"""
         num = self.tokens.shape[1] - 1
-        size = 1 << (num - 1).bit_length() if num else 0
+        size = round_up_power(num)
         return self.pad_to(min(size, depth) if self.linear else size)
 
     def pad_to(self, num: int) -> "Tree":
-        """This tree with `num` drafts, without `partial_pass`; the tree itself if it has as many.
+        """This tree with `num` drafts; the tree itself if it has as many.
 
         A chain repeats its last token. A tree repeats its first draft, which no rule accepts twice.
         """
@@ -84,7 +71,7 @@ class Tree:
         return Tree(torch.cat([self.tokens, tokens], 1), torch.cat([self.parents, parents], 1), probs, self.linear)
 
     def select_nodes(self, nodes: list[list[int]]) -> "Tree":
-        """Nodes of each row, equally many, in increasing order, each with its parent; without `partial_pass`"""
+        """Nodes of each row, equally many, in increasing order, each with its parent"""
         indices = upload_values(nodes, self.tokens.device)  # [B, M]
         new_numbers = torch.zeros_like(self.tokens).scatter_(
             1, indices, torch.arange(indices.shape[1], device=indices.device).expand_as(indices)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.core import fast
+from specdec.core.devices import round_up_power
 
 WORD_BITS = 64  # pending entries of a word
 MAX_TILE = 64  # queries of a thread block
@@ -103,15 +104,10 @@ def cut_queries(shape: Sequence[int], groups: int) -> tuple[int, int, int]:
     """
     rows, heads, num, width = shape
     queries = heads // groups * num
-    most = min(MAX_TILE, TILE_VALUES // _round_up(max(width, MAX_TILE)))
-    size = min(max(16, _round_up(queries)), most)
+    most = min(MAX_TILE, TILE_VALUES // round_up_power(max(width, MAX_TILE)))
+    size = min(max(16, round_up_power(queries)), most)
     tiles = -(-queries // size)
     return size, tiles, max(1, min(MAX_PARTS, MAX_BLOCKS // (rows * groups * tiles)))
-
-
-def _round_up(num: int) -> int:
-    """The next power of two"""
-    return 1 << (num - 1).bit_length()
 
 
 def check_tree_attention(device: torch.device) -> None:

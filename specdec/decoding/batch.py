@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.core import constraint, rules
+from specdec.core import constraint, rules, token_counts
 from specdec.core.cache import RowCache
 from specdec.core.clock import Moment, RoundClock
 from specdec.core.constraint import Constraint
-from specdec.core.devices import LateValues, upload_values
+from specdec.core.devices import LateValues, round_up_power, upload_values
 from specdec.core.generation import STAGES, Ends, Generation, RoundCost
 from specdec.core.sampling import NO_TOKEN, AnySampling, Randomness, Sampling, join_samplings
 from specdec.core.tree import Tree, make_root
@@ -112,6 +112,7 @@ class BatchRound:
 
     def record(self) -> None:
         """Adds the round's counts to each answer, and an equal share of its times."""
+        token_counts.count_tokens(written=sum(map(len, self.tokens)))
         for request, accepted in zip(self.requests, self.accepted):
             request.generation.accepted[0].append(accepted)
             request.generation.drafted.append(self.num_drafted)
@@ -225,23 +226,26 @@ class Batch:
         return max(lengths, default=0) + self.reserve
 
     def _allocate_rows(self, cache: RowCache, requests: list[Request]) -> None:
-        """Gives the cache of a new batch its K and V; if passes are captured, for as many rows as may run."""
-        num_rows = self.max_rows if self.runner.cuda_graphs and self.joins else 1
+        """Gives the cache of a new batch its K and V, for as many rows as may come to run."""
+        num_rows = self.max_rows if self.joins else 1
         cache.use_memory(self._count_room(requests), self.memory, num_rows=num_rows)
 
     @torch.inference_mode()
     def read(self, prefill: Prefill, max_tokens: int | None = None) -> None:
         """Reads on in prompts between rounds. max_tokens: see Prefill.advance"""
-        start = self.clock.mark()
+        start, num_before = self.clock.mark(), prefill.num_read
         prefill.advance(max_tokens)
         prefill.read_times.append((start, self.clock.mark()))
+        num_read = prefill.num_read - num_before
+        token_counts.count_tokens(read=sum(min(max(0, count - num_before), num_read) for count in prefill.counts))
 
     @torch.inference_mode()
     def admit(self, requests: list[Request], prefill: Prefill | None = None) -> list[list[int]]:
         """Reads the prompts, or what `prefill` has not read of them, and returns the first token of each answer."""
         self._leave_device()
         prefill, waiting = prefill or self.prefill(requests), self.running
-        self.read(prefill)
+        while not prefill.complete:
+            self.read(prefill)
         start = self.clock.mark()
         if self.running:
             assert self.joins, "this proposer's batches cannot be joined"
@@ -412,7 +416,7 @@ class Batch:
         num_before = len(self.requests)
         num_rows = num_before + num_added
         if self.runner.cuda_graphs and self.joins:
-            num_rows = max(num_rows, min(1 << (num_rows - 1).bit_length(), self.max_rows))
+            num_rows = max(num_rows, min(round_up_power(num_rows), self.max_rows))
         if num_rows > num_before:
             self._select([*range(num_before), *[0] * (num_rows - num_before)], self._answer_lengths())
             first = self.requests[0]
@@ -524,11 +528,8 @@ class Batch:
         constraints = self._constraints()
         if not any(constraints):
             return tree, None
-        watched = self.proposer is not None and self.proposer.watches  # then it must see its own nodes
         fixed = self.runner.by_shape  # another size would be compiled first
-        return constraint.constrain_tree(
-            tree, constraints, self.target.vocab_size, prune=not (watched or fixed) and tree.partial_pass is None
-        )
+        return constraint.constrain_tree(tree, constraints, self.target.vocab_size, prune=not fixed)
 
     def _verify_tree(self, tree: Tree, allowed: Tensor | None) -> tuple[Verdict, AcceptedPath, Moment]:
         """Runs the target over the tree and applies the rule; waits for the accepted path, and marks when it came."""
@@ -558,8 +559,6 @@ class Batch:
             counts = [count * runs for count, runs in zip(counts, is_running)]
         self.cache.commit(num_kept, counts)
         if self.proposer:
-            if self.proposer.watches and verdict.choices is not None:
-                self.proposer.watch(tree, verdict.choices)
             features = verdict.output.features
             if not tree.linear:
                 features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))

@@ -1,6 +1,5 @@
 """The loop of rounds: draft, verify, commit. Plain decoding is the same loop with trees of one node."""
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
@@ -22,11 +21,39 @@ from specdec.target.compiled import check_layers
 from specdec.target.model import Target
 from specdec.target.verifier import Verifier
 
+READ_TOGETHER = 8192  # tokens of prompts, with padding, that are read side by side: longer prompts in fewer rows
 CHAINS_ONLY = (
     "has recurrent or convolution layers, whose state follows one chain of tokens, so it cannot verify a tree of "
     "drafts: "
     "set width=1, which drafts a chain, or choose another proposer of chains, such as ngram."
 )
+
+
+class PromptQueue:
+    """Numbered prompts that wait for rows."""
+
+    def __init__(self, prompts: Iterable[list[int]]):
+        self._prompts = enumerate(prompts)
+        self._next = next(self._prompts, None)
+
+    def has_prompt_for(self, num_free: int) -> bool:
+        """Whether a prompt waits for one of the free rows."""
+        return self._next is not None and num_free > 0
+
+    def take(self, num: int, max_tokens: int | None) -> list[tuple[int, list[int]]]:
+        """The next prompts: at most `num`, and at least one of them.
+
+        max_tokens: bound of the tokens of several, with padding; None: no bound
+        """
+        pairs: list[tuple[int, list[int]]] = []
+        longest = 0
+        while self._next is not None and len(pairs) < num:
+            longest = max(longest, len(self._next[1]))
+            if pairs and max_tokens is not None and longest * (len(pairs) + 1) > max_tokens:
+                break
+            pairs.append(self._next)
+            self._next = next(self._prompts, None)
+        return pairs
 
 
 class Decoder:
@@ -63,7 +90,6 @@ class Decoder:
             rule=rule,
             runner=self.runner,
             hidden_states=self.hidden_states,
-            choices=proposer is not None and proposer.watches,
         )
         if proposer is not None:
             proposer.attach_verifier(self.verify, sampling)
@@ -173,12 +199,12 @@ class Decoder:
         """
         if batch_size < 1:
             raise ValueError(f"rows={batch_size} must be at least 1.")
-        numbered_prompts = enumerate(prompts)
+        queue = PromptQueue(prompts)
         numbers: dict[int, int] = {}
 
         def take_requests(num_free: int) -> list[Request]:
             requests = []
-            for number, prompt in itertools.islice(numbered_prompts, num_free):
+            for number, prompt in queue.take(num_free, READ_TOGETHER if batch.joins else None):
                 random_numbers, grammar = generator(number), constraint(number)
                 request = Request(prompt, max_new_tokens, generator=random_numbers, constraint=grammar)
                 numbers[id(request)] = number
@@ -195,8 +221,9 @@ class Decoder:
                 elif not batch.running:
                     break
 
-                # Run a round, unless an answer has ended with its first token: its row is free.
-                if all(request.tokens_left for request in taking_part):
+                # Run a round, unless rows are free: an answer has ended with its first token, or prompts are long.
+                is_filled = not queue.has_prompt_for(batch.count_free(batch_size))
+                if is_filled and all(request.tokens_left for request in taking_part):
                     round_ = batch.run_round()
                     taking_part, emitted = round_.requests, emitted + round_.tokens
 

@@ -1,9 +1,11 @@
 """One frozen record of all settings of drafting and verifying, which makes the decoder and the proposer."""
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from specdec.core import rules
 from specdec.core.compile import Runner
+from specdec.core.option_types import prefix_option_names
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
@@ -13,6 +15,8 @@ from specdec.proposers.base import Proposer
 from specdec.proposers.growth import Children, check_children
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
+
+HeadType = TypeVar("HeadType", bound=Head)
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Drafting:
     compile: whether the target's passes and the drafter's steps are compiled for each shape
     cuda_graphs: whether each pass of the target, and the drafter's steps of a round, are one CUDA graph
         None for both: the faster mode on a GPU, measured at the first use; neither on a CPU
+    window: positions that each layer of a head sees; None: as the head was made
 
     Raises ValueError for an unknown value of `children` or `rule`.
     """
@@ -37,6 +42,7 @@ class Drafting:
     rule: str = "token"
     compile: bool | None = None
     cuda_graphs: bool | None = None
+    window: int | None = None
 
     def __post_init__(self):
         check_children(self.children)
@@ -50,10 +56,18 @@ class Drafting:
         """A new runner of the target's passes, which decoders of one target can share."""
         return Runner(self.compile, cuda_graphs=self.cuda_graphs)
 
+    def limit_window(self, head: HeadType) -> HeadType:
+        """The head with the window of these settings. Raises ValueError for a head that takes none."""
+        with prefix_option_names("decode"):
+            return head.with_window(self.window)
+
     def proposer(self, drafter: Head) -> Proposer:
         """A proposer that drafts with a trained head. A head that does not draft by steps makes its own."""
+        drafter = self.limit_window(drafter)
         if not isinstance(drafter, Drafter):
             return drafter.make_proposer(self)
+        with prefix_option_names("decode"):
+            drafter.check_window(self.depth)
         return HeadProposer(
             drafter, self.shape, children=self.children, compile=self.compile, cuda_graphs=self.cuda_graphs
         )

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specdec.core import masks
+from specdec.core.cached_keys import count_piece_tokens
 from specdec.core.clock import Moment
 from specdec.target.model import Target, TargetOutput
 
@@ -32,35 +32,18 @@ class Prefill:
         """Whether all tokens were read."""
         return self.num_read == self.tokens.shape[1]
 
-    @property
-    def divisible(self) -> bool:
-        """Whether reading in pieces gives the same states as reading at once.
-
-        Windows, recurrent states and LongRoPE's angles need the whole prompt.
-        """
-        target = self.target
-        return not (target.windowed or target.recurrent) and target.rotary_boundary is None
-
     def advance(self, max_tokens: int | None = None) -> None:
-        """Reads on in the prompts. max_tokens: number of tokens of all prompts with padding; None: all that remain"""
-        start, end = self.num_read, self.tokens.shape[1]
-        if start == end:
+        """Reads a piece, or all prompts if they are not divisible. max_tokens: bound of tokens of all with padding"""
+        if self.complete:
             return
-        if max_tokens is not None and self.divisible:
-            end = min(end, start + max(1, max_tokens // len(self.counts)))
-        length, device = end - start, self.target.device
-        counts = [min(max(0, count - start), length) for count in self.counts]
-        self.cache.reserve(length, counts)
-        positions = torch.arange(start, end, device=device).expand(len(counts), -1)
-        self.cache.opening = start == 0 and self.target.reads_openings
-        mask = None
-        if not self.cache.opening:
-            mask = masks.pending_mask(masks.causal_mask(length, device), self.cache.lengths, self.cache.visible)
-        piece = self.tokens[:, start:end]
-        self.outputs.append(self.target.read(piece, self.layers, positions=positions, mask=mask, cache=self.cache))
-        self.cache.opening = False
-        self.cache.commit((self.num - start).clamp(0, length), counts)
-        self.num_read = end
+        start, num_rows, length = self.num_read, len(self.counts), self.tokens.shape[1]
+        if self.target.divisible:
+            length = count_piece_tokens(self.target.device, num_rows)
+            length = length if max_tokens is None else min(length, max(1, max_tokens // num_rows))
+        tokens = self.tokens[:, start : start + length]
+        counts = [min(max(0, count - start), tokens.shape[1]) for count in self.counts]
+        self.outputs.append(self.target.read_piece(tokens, self.layers, self.cache, counts))
+        self.num_read += tokens.shape[1]
 
     def output(self) -> tuple[Tensor, Tensor]:
         """Returns the last state of each prompt [R, D] and all features [R, T, F*D], once all tokens are read."""

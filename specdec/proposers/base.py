@@ -32,15 +32,14 @@ class Opening(NamedTuple):
 class Proposer(ABC):
     """Proposes a tree of drafts for every row of a batch.
 
-    The order of calls: attach_cache, begin, commit; for each round limit, constrain, propose, watch (only if `watches`)
-    and commit; then finish.
+    The order of calls: attach_cache, begin, commit; for each round limit, constrain, propose and commit;
+    then finish.
     """
 
     target_layers: tuple[int, ...]  # numbers of the hidden states that `commit` needs
     depth: int  # largest depth of a proposed node
     nodes = 64  # nodes for which caches make room; larger trees make them grow
     linear = False  # whether all trees are chains
-    watches = False  # whether `watch` is called
     rewinds = False  # whether it has `mark` and `rewind`, which drafting for a cascade needs (experiments/cascade)
     selects = False  # whether it has `select` and `replace`, so that rows can leave its batches, and others join
     varies = False  # whether the size of its trees changes from round to round; for compiling, they are padded
@@ -82,12 +81,6 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, sampling: AnySampling, generator: Randomness) -> Tree:
         """A tree whose root is each row's newest committed token."""
-
-    def watch(self, tree: Tree, choices: Tensor) -> None:  # noqa: B027  # optional
-        """Sees a verified tree before `commit`, if `watches`.
-
-        tree: the proposed tree, perhaps padded; choices [B, N]: the target's most likely token after each node
-        """
 
     def select(self, rows: list[int], answer_lengths: list[int]) -> None:
         """Goes on with these rows of the batch only, in this order. Called after a `commit`, only if `selects`.

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from specdec.core import devices, masks, rules
+from specdec.core import devices, rules
 from specdec.core.digests import digest_sources
 from specdec.core.files import cache_document, find_cache_folder, lock_cached
 from specdec.core.sampling import AnySampling, Sampling
@@ -208,11 +208,7 @@ class PassTimer:
         self.generator = torch.Generator().manual_seed(0)
         self.draws = rules.Draws(torch.Generator(device).manual_seed(0))
         length = min(context, (target.max_positions or 2 * context) // 2)
-        positions = torch.arange(length, device=device).expand(batch_size, -1)
-        self.cache.reserve(length, [length] * batch_size)
-        mask = masks.pending_mask(masks.causal_mask(length, device), self.cache.lengths, self.cache.visible)
-        target.read(self._tokens(length), (), positions=positions, mask=mask, cache=self.cache)
-        self._commit(length)
+        target.read_piece(self._tokens(length), (), self.cache)
 
     def seconds(self, num: int) -> float:
         """Seconds of one pass of `num` nodes."""

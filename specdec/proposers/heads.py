@@ -12,6 +12,7 @@ from torch import Tensor
 from specdec.core import masks
 from specdec.core.cache import CacheMark, RowCache
 from specdec.core.cache_memory import CacheMemory
+from specdec.core.cached_keys import Piece, count_piece_tokens
 from specdec.core.compile import Runner
 from specdec.core.devices import upload_values
 from specdec.core.option_types import BatchSize, SmallCount, Text
@@ -65,6 +66,7 @@ class HeadProposer(Proposer):
         cuda_graphs: bool | None = False,
     ):
         check_children(children)
+        drafter.check_window(shape.depth)
         if drafter.depth is not None and shape.depth > drafter.depth:
             raise ValueError(
                 f"depth={shape.depth} is more than this drafter's {format_count(drafter.depth, 'step')}: lower depth=."
@@ -142,22 +144,35 @@ class HeadProposer(Proposer):
             )
         new = NewTokens(tokens, features, num, counts)
         if opens and self.runner.cuda_graphs and min(counts) > 1:
-            new = self._read_prompts(new)
+            last, shape = self._read_prompts(new), (len(counts), self.round_tokens)
+            new = last._replace(tokens=last.tokens.expand(*shape), features=last.features.expand(*shape, -1))
         self.waiting.append(Committed(new, list(range(len(counts)))))
         self.absorbed = None
 
     @torch.no_grad()
     def _read_prompts(self, new: NewTokens) -> NewTokens:
-        """Reads all but the last token of each row. Returns the last ones, in the shape of a round's tokens."""
+        """Reads all but the last token of each row, in pieces. Returns the last ones [B, 1]."""
         tokens, features, num, counts = new
         self.cache.make_room(tokens.shape[1])
-        before_last = NewTokens(tokens[:, :-1], features[:, :-1], num - 1, [count - 1 for count in counts])
-        self._read(before_last, Runner())
-        last_token, last_feature = _select_newest(tokens, num), _select_newest(features, num)
-        shape = len(counts), self.round_tokens
-        return NewTokens(
-            last_token.expand(*shape), last_feature.expand(*shape, -1), torch.ones_like(num), [1] * len(counts)
-        )
+        size = count_piece_tokens(tokens.device, len(counts))
+        for start in range(0, max(counts) - 1, size):
+            stop = min(start + size, max(counts) - 1)
+            piece_counts = [min(max(0, count - 1 - start), stop - start) for count in counts]
+            piece_num = upload_values(piece_counts, tokens.device)
+            piece = NewTokens(tokens[:, start:stop], features[:, start:stop], piece_num, piece_counts)
+            self._read_piece(piece, start)
+        last = _select_newest(tokens, num), _select_newest(features, num)
+        return NewTokens(*last, torch.ones_like(num), [1] * len(counts))
+
+    def _read_piece(self, new: NewTokens, start: int) -> None:
+        """Reads tokens behind the first `start` entries of all rows. Rows that ended before keep their states."""
+        tokens, features, num, counts = new
+        cache = self.cache.with_tensors(self.cache.keys_and_values, self.cache.lengths)
+        piece = Piece(start) if self.drafter.reads_pieces and cache.reads_pieces else None
+        _, _, *states = self._first_step(tokens, features, num, cache, self.carried, piece)
+        before = self.carried or [torch.zeros_like(state) for state in states]
+        self.carried = [torch.where(num[:, None, None] > 0, *pair) for pair in zip(states, before)]
+        self.cache.commit(num, counts)
 
     @property
     def round_tokens(self) -> int:
@@ -293,8 +308,11 @@ class HeadProposer(Proposer):
     def _absorb_all(self, *, reads_prompts: bool) -> tuple[Tensor, StepOutput]:
         """Reads all rows together. reads_prompts: whether their prompts are among the waiting tokens"""
         new = self._take_waiting(fixed=self.runner.by_shape and not reads_prompts)
+        if not reads_prompts:
+            return self._read(new, self.runner)
         # The shape of a prompt seldom comes again: not worth compiling
-        return self._read(new, Runner() if reads_prompts else self.runner)
+        sees_features = self.drafter.context_kind in ("none", "block")  # of all slots at once, without a mask of them
+        return self._read(new if sees_features else self._read_prompts(new), Runner())
 
     def _take_waiting(self, *, fixed: bool) -> NewTokens:
         """Takes the tokens that were not read yet, and makes room for them and for drafts in the cache."""
@@ -416,16 +434,17 @@ class HeadProposer(Proposer):
         seen = masks.causal_mask(num_new + num_later, h.device) & real[:, None]  # [B, ., S + K - 1]
         seen = seen | torch.eye(num_new + num_later, dtype=torch.bool, device=h.device)
         cache.reserve(num_new + num_later)
-        mask = cast(Tensor, cache.sees(seen))
+        mask = cast(Tensor, cache.sees(seen, drafter.windows))
         positions = cache.lengths[:, None] + drafter.first_slot + slots
         state, readout = drafter.step(1, h, torch.cat([tokens, blank[1]], dim=1), positions, mask, cache)
         return state[:, :1, :0], torch.cat([_select_newest(readout, num), readout[:, num_new:]], dim=1)
 
     def _first_step(
-        self, tokens: Tensor, features: Tensor, num: Tensor, cache: RowCache, carried
+        self, tokens: Tensor, features: Tensor, num: Tensor, cache: RowCache, carried, text_piece: Piece | None = None
     ) -> tuple[Tensor, ...]:
         """Runs step 1 over the new tokens with their true features, and writes the keys that later rounds need.
 
+        text_piece: stand-in for a mask
         Returns state and readout [B, 1, .] of the newest slot, then the states to carry on.
         """
         drafter, num_new = self.drafter, tokens.shape[1]
@@ -442,7 +461,7 @@ class HeadProposer(Proposer):
             h, tokens, positions = (_select_newest(x, num) for x in (h, tokens, positions))
             return drafter.step(1, h, tokens, positions, seen, cache)
 
-        mask = cast(Tensor, cache.sees(masks.causal_mask(num_new, start.device)))
+        mask: Any = text_piece or cache.sees(masks.causal_mask(num_new, start.device), drafter.windows)
         state, readout = drafter.step(1, h, tokens, positions, mask, cache)
         newest = _select_newest(state, num), _select_newest(readout, num)
         if drafter.context_kind != "depth":
@@ -463,7 +482,7 @@ class HeadProposer(Proposer):
         if drafter.context_kind not in ("none", "block"):
             if drafter.context_kind == "depth":
                 seen = torch.zeros_like(seen)  # the earlier nodes are entries of other modules; a node sees itself
-            mask = cast(Tensor, cache.sees(seen))
+            mask = cast(Tensor, cache.sees(seen, drafter.windows))
             if drafter.context_kind == "depth":
                 mask = _mask_lagging(mask, d, cache)
         state, readout = drafter.step(d, state, tokens, positions, mask, cache)
@@ -497,12 +516,14 @@ def _select_newest(values: Tensor, num: Tensor) -> Tensor:
     return select_last(values, num)[:, None]
 
 
-def _mask_lagging(mask: Tensor, d: int, cache: RowCache) -> Tensor:
+def _mask_lagging(mask: Any, d: int, cache: RowCache) -> Any:
     """Returns the entries of module d that a slot could see when it was the newest, for context_kind="depth".
 
     No slot's step d reads the first d - 1 tokens. The slot whose step d reads an entry's token is d - 1 before that
     token. It sees the keys of tokens up to its own, and itself, so that no row is empty. See docs/architecture.md.
     """
+    if isinstance(mask, Piece):
+        return replace(mask, lag=d - 1)
     entry = torch.arange(mask.shape[-1], device=mask.device)  # [C]
     own_slot = cache.slots[:, None, :, None]  # [B, 1, S, 1]
     return mask & (entry >= d - 1) & (entry <= own_slot - (d - 1)) | (entry == own_slot)

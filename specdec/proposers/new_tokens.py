@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.core.devices import upload_values
+from specdec.core.devices import round_up_power, upload_values
 
 
 class NewTokens(NamedTuple):
@@ -85,4 +85,4 @@ def _round_length(longest: int, length: int | None) -> int:
     """The padded length of rows, see `join_committed`."""
     if length is None:
         return longest
-    return length if longest <= length else 1 << (longest - 1).bit_length()
+    return length if longest <= length else round_up_power(longest)

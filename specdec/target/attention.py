@@ -6,7 +6,6 @@ scaled_dot_product_attention takes several times as long as two matrix products,
 
 import functools
 import os
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from specdec.core.cache import attend_masked
-from specdec.core.cached_keys import CachedKeys, attend_cached
+from specdec.core.cached_keys import CachedKeys, Piece, attend_cached, attend_piece
 from specdec.core.varlen import Segments, attend_segments
 
 IMPLEMENTATION = "specdec"
@@ -58,6 +57,7 @@ def compute_attention(  # noqa: PLR0913  # transformers' signature
     softcap: float | None = None,
     segments: Segments | None = None,
     cached: dict[int, CachedKeys] | None = None,
+    text_piece: Piece | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Attention [B, S, H, V] of a layer, for transformers. query [B, H, S, E], key [B, G, C, E], value [B, G, C, V]
@@ -67,16 +67,14 @@ def compute_attention(  # noqa: PLR0913  # transformers' signature
     softcap: c in c * tanh(score / c), applied before the mask (Gemma 2)
     segments: texts of one row, each of which is read alone; the mask is then a result of `make_segment_mask`
     cached: visible entries of a cache that is read to its length, by the size of dimension 1 of the layer's mask
+    text_piece: a part of a text, whose keys are those of a cache; the mask is as for segments
     """
-    if cached is not None or segments is not None:
+    seen = segments or cached or text_piece
+    if seen is not None:
         if softcap is not None or attention_mask is None:
             raise ValueError("the kernel for texts has no cap of scores, and it needs what stands for a mask")
         scale = scaling or query.shape[-1] ** -0.5
-        if segments is not None:
-            window = attention_mask.shape[-1] - 1  # see `make_segment_mask`
-            return read_segments(query, key, value, segments, scale=scale, window=window, sinks=s_aux), None
-        seen = cast(dict[int, CachedKeys], cached)[attention_mask.shape[1]]
-        return attend_cached(query, key, value, seen, scale=scale, sinks=s_aux).transpose(1, 2).contiguous(), None
+        return attend_without_mask(query, key, value, seen, attention_mask, scale=scale, sinks=s_aux), None
     if s_aux is not None or softcap is not None or _is_sdpa_slow(query, attention_mask):
         return multiply_attention(
             query, key, value, attention_mask, scaling=scaling, sinks=s_aux, softcap=softcap
@@ -98,6 +96,27 @@ def make_segment_mask(window: int | None, device: torch.device) -> Tensor:
     return torch.empty(1, 1, 1, window or 0, dtype=torch.bool, device=device)
 
 
+def attend_without_mask(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Segments | Piece | dict[int, CachedKeys],
+    stand_in: Tensor,
+    *,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention over what `seen` says. Shapes as of `compute_attention`; stand_in: a tensor in place of a mask"""
+    window = stand_in.shape[-1] or None  # see `make_segment_mask`
+    if isinstance(seen, Segments):
+        return read_segments(query, key, value, seen, scale=scale, window=window, sinks=sinks)
+    if isinstance(seen, Piece):
+        out, log_sum = attend_piece(query, key, value, seen.num_before, scale=scale, window=window)
+        return add_sinks(out, log_sum, sinks).transpose(1, 2)
+    cached = seen[stand_in.shape[1]]
+    return attend_cached(query, key, value, cached, scale=scale, sinks=sinks).transpose(1, 2).contiguous()
+
+
 def read_segments(
     query: Tensor,
     key: Tensor,
@@ -105,22 +124,26 @@ def read_segments(
     segments: Segments,
     *,
     scale: float,
-    window: int,
+    window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention inside each text of one row. Shapes as of `compute_attention`
 
-    window: positions that a query sees beside its own; -1: all
+    window: positions that a query sees, its own included; None: all
     """
     width = value.shape[-1]
     if width < query.shape[-1]:  # latent attention: the kernel has one width
         value = F.pad(value, (0, query.shape[-1] - width))
     q, k, v = (entries[0].transpose(0, 1) for entries in (query, key, value))  # [T, H or G, E]
-    out, log_sum = attend_segments(q, k, v, segments, scale=scale, window=None if window < 0 else window)
-    if sinks is not None:  # one more score takes a share of every softmax; its value is zero
-        share = torch.sigmoid(log_sum - sinks[:, None].to(log_sum.dtype))  # [H, T]
-        out = out * share.transpose(0, 1)[..., None].to(out.dtype)
-    return out[None, ..., :width]
+    out, log_sum = attend_segments(q, k, v, segments, scale=scale, window=None if window is None else window - 1)
+    return add_sinks(out.transpose(0, 1), log_sum, sinks).transpose(0, 1)[None, ..., :width]
+
+
+def add_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor | None) -> Tensor:
+    """out [.., H, S, V] with one more score in each softmax, whose value is zero. log_sum [.., H, S], sinks [H]"""
+    if sinks is None:
+        return out
+    return out * torch.sigmoid(log_sum - sinks[:, None].to(log_sum.dtype))[..., None].to(out.dtype)
 
 
 def multiply_attention(

@@ -13,7 +13,6 @@ from specdec.core.cache import LayerStates, RowCache, list_state_tensors
 from specdec.core.cached_keys import CachedKeys
 from specdec.core.compile import Runner
 from specdec.core.devices import name_cause
-from specdec.core.tree import PartialPass
 from specdec.target.mixers import record_call
 from specdec.target.model import Target, TargetOutput
 from specdec.target.structure import STATE_KINDS
@@ -33,9 +32,9 @@ class CompiledTarget:
         tokens, positions [B, S]
         """
         h = self.target.embed(tokens)
-        return h, *self.embed_positions(h, positions)
+        return h, *self._embed_positions(h, positions)
 
-    def embed_positions(self, h: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    def _embed_positions(self, h: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """cos and sin [B, S, head_dim], or nothing where layers take no rotary embedding. h [B, S, D]"""
         decoder = self.target.decoder
         embed = getattr(decoder, "rotary_emb", None) or getattr(decoder, "pos_emb", None)  # LFM2 with experts
@@ -133,30 +132,23 @@ class CompiledTarget:
         positions: Tensor,
         mask: Tensor | tuple[CachedKeys, ...],
         cache: RowCache,
-        partial_pass: PartialPass | None = None,
     ) -> TargetOutput:
-        """As `Target.read`, but by `run_layers`. partial_pass: layers that were run on these tokens before
+        """As `Target.read`, but by `run_layers`.
 
         Raises ValueError if the model does more than run its layers, or if compiled layers compute something else: the
         first pass of every shape is compared. Without a request for compiling, compiling then ends instead.
         """
         target, run = self.target, self.runner
-        if partial_pass is None and not run.compile:
+        if not run.compile:
             return target.read(tokens, hidden_states, positions=positions, mask=mask, cache=cache)
-        seconds, first = run.seconds, 0
+        seconds = run.seconds
         cache_before = self._keep_states(tokens, cache)
-        if partial_pass is None:
-            h, *rotary = run("the target's embedding", self.embed_tokens, tokens, positions)
-        else:
-            first = partial_pass.num_layers
-            assert partial_pass.states.shape[:2] == tokens.shape and all(k >= first for k in hidden_states)
-            h = partial_pass.states
-            rotary = run("the target's rotary embedding", self.embed_positions, h, positions)
-        numbers = range(first, target.num_layers)
+        h, *rotary = run("the target's embedding", self.embed_tokens, tokens, positions)
+        numbers = range(target.num_layers)
         states = self.run_layers(h, numbers, rotary=rotary, positions=positions, mask=mask, cache=cache)
         final = run("the target's last norm", target.norm, states[-1])
         ends = [*states[:-1], final]
-        features = [ends[k - first] for k in hidden_states]
+        features = [ends[k] for k in hidden_states]
         output = TargetOutput(torch.cat(features, dim=-1) if features else h[..., :0], final)
         if run.seconds > seconds and cache_before is not None:
             start = time.perf_counter()

@@ -1,10 +1,10 @@
 """Fingerprints of targets: digests of configuration and of every weight.
 
-    v2.0123456789abcdef                  an unquantised target, in any dtype
-    v2.0123456789abcdef-fp8              a quantised one, with its method
-    v2.0123456789abcdef-layers-unread    a target without its layers: the digest is of embedding, last norm and LM head
+v2.0123456789abcdef                  an unquantised target, in any dtype
+v2.0123456789abcdef-fp8              a quantised one, with its method
+v2.0123456789abcdef-layers-unread    a target without its layers: the digest is of embedding, last norm and LM head
 
-Fingerprints of earlier versions have no `v2.`. They cover sizes and 64 values of every tensor, and are only compared.
+Fingerprints of earlier versions have no `v2.`, and say nothing about the weights here.
 """
 
 import functools
@@ -26,6 +26,7 @@ from specdec.core.shards import Shards
 
 VERSION = "v2."
 UNREAD = "layers-unread"  # end of the fingerprint of a target whose layers were not read
+OLD_FORM = re.compile(r"[0-9a-f]{16}(-(?!gguf-).*)?")  # of earlier versions; llama.cpp's files have their own texts
 SIZE_FIELDS = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "intermediate_size")
 COUNTED_FIELDS = ("model_type", *SIZE_FIELDS)  # fields that count even with the defaults of their class
 # Fields of a configuration that leave the output as it is, or that the fingerprint covers elsewhere: ties and dtypes in
@@ -40,39 +41,31 @@ IDLE_FIELDS = re.compile(
 
 
 class Fingerprint:
-    """A fingerprint, and that of an earlier version for the same target. Each is computed at its first use."""
+    """A fingerprint, computed at its first use."""
 
-    def __init__(self, make: Callable[[], str], make_old: Callable[[], str]):
-        self._make, self._make_old = make, make_old
+    def __init__(self, make: Callable[[], str]):
+        self._make = make
 
     @classmethod
     def from_text(cls, text: str) -> "Fingerprint":
-        """A fingerprint that another process made, in its only form."""
-        return cls(lambda: text, lambda: text)
+        """A fingerprint that another process made."""
+        return cls(lambda: text)
 
     @functools.cached_property
     def text(self) -> str:
         return self._make()
 
-    @functools.cached_property
-    def old_text(self) -> str:
-        """The text that earlier versions wrote."""
-        return self._make_old()
-
     def matches(self, stored: object) -> bool:
-        """Whether a stored fingerprint, of this version or an earlier one, is this target's."""
-        return isinstance(stored, str) and stored == self._in_form_of(stored)
+        """Whether a stored fingerprint is this target's."""
+        return stored == self.text
 
-    def covers_layers(self, stored: str) -> bool:
-        """Whether a stored fingerprint and this one both cover the layers, so that a difference means other weights."""
-        return UNREAD not in stored + self._in_form_of(stored)
-
-    def _in_form_of(self, stored: str) -> str:
-        return self.text if stored.startswith(VERSION) else self.old_text
+    def is_comparable(self, stored: str) -> bool:
+        """Whether a difference from a stored fingerprint means other weights: both cover the layers, in one form."""
+        return UNREAD not in stored + self.text and is_outdated(stored) == is_outdated(self.text)
 
     def compute(self) -> "Fingerprint":
-        """Computes both now, before the weights change."""
-        assert self.text and self.old_text
+        """Computes it now, before the weights change."""
+        assert self.text
         return self
 
 
@@ -98,9 +91,7 @@ class WeightSource:
 
     def make_fingerprint(self) -> Fingerprint:
         """The fingerprint of these weights, computed at its first use."""
-        return Fingerprint(
-            functools.partial(_compute_fingerprint, self), functools.partial(_compute_old_fingerprint, self)
-        )
+        return Fingerprint(functools.partial(_compute_fingerprint, self))
 
 
 def _compute_fingerprint(source: WeightSource) -> str:
@@ -230,6 +221,16 @@ def in_mtp_module(name: str, num_layers: int) -> bool:
     )
 
 
+def is_outdated(stored: object) -> bool:
+    """Whether an earlier version made a stored fingerprint."""
+    return OLD_FORM.fullmatch(str(stored)) is not None
+
+
+def describe_outdated(subject: str, target: str) -> str:
+    """A clause on a fingerprint of an earlier version. subject: with its verb, such as "rows name their target\""""
+    return f"{subject} in the form of an earlier version, which cannot be compared with {target}"
+
+
 def describe_difference(template: str, expected: str, actual: str) -> str:
     """A clause on the difference between two fingerprints, those of the expected and of the actual weights.
 
@@ -243,8 +244,7 @@ def describe_difference(template: str, expected: str, actual: str) -> str:
     return f"{template.format(methods[0])}, and the target here has {actual_weights}"
 
 
-# Fingerprints before version 2. The embeddings' fingerprint keeps this form: 16-bit forms of a target may differ in a
-# few values.
+# The embeddings' fingerprint: 16-bit forms of a target may differ in a few values
 
 NUM_VALUES = 64  # upper bound of the values of a tensor that count
 
@@ -260,36 +260,6 @@ def _list_parameters(modules: dict[str, nn.Module]) -> list[tuple[str, Tensor]]:
         for module_name, module in modules.items()
         for name, value in module.named_parameters()
     ]
-
-
-def _compute_old_fingerprint(source: WeightSource) -> str:
-    model, quantisation = source.model, source.quantisation
-    tensors = _read_old_tensors(source)
-    if tensors is None and not source.whole:
-        return "-".join(filter(None, (fingerprint_embeddings(source.ends, source.config), UNREAD, quantisation)))
-    if tensors is None:
-        buffers = [] if quantisation is None else model.named_buffers()
-        tensors = [tensor for pair in (*model.named_parameters(), *buffers) for tensor in _flatten_tensor(*pair)]
-    return "-".join(filter(None, (_digest_samples(source.config, tensors), quantisation)))
-
-
-def _read_old_tensors(source: WeightSource) -> Iterable[tuple[str, Tensor]] | None:
-    """Tensors of the files for an old fingerprint. None: not all are local, or experts of the model are stored one by
-    one.
-    """
-    shards = source.shards
-    if shards is None or not shards.is_local:
-        return None
-    if source.quantisation is not None:
-        num_layers = source.config.num_hidden_layers
-        return ((key, shards[key]) for key in shards.files if not in_mtp_module(key, num_layers))
-    file_names = {name: shards.find(name, tuple(value.shape)) for name, value in source.model.named_parameters()}
-    present_names = [key for key in file_names.values() if key is not None]
-    return (
-        ((name, shards[str(key)]) for name, key in file_names.items())
-        if len(set(present_names)) == len(file_names)
-        else None
-    )
 
 
 def _digest_samples(config: PreTrainedConfig, tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -8,19 +8,21 @@ Only the files of this folder and core/cache.py use the inside of a transformers
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.core import cached_keys, fast, files, masks, precision
 from specdec.core.cache import LayerStates, RowCache, find_cache_argument
-from specdec.core.cached_keys import CachedKeys
+from specdec.core.cached_keys import CachedKeys, Piece
 from specdec.core.compile import decodes_joined, join_products, run_block
-from specdec.core.devices import name_cause
+from specdec.core.devices import name_cause, upload_values
 from specdec.core.shards import Shards
 from specdec.core.varlen import Segments
 from specdec.target import alibi, attention, fused_attention, loading, mixers, sharding
@@ -167,13 +169,13 @@ class Target:
         return cls(model, name=name, quantisation=quantisation, outline=True)
 
     @classmethod
-    def load_sharded(cls, name: str, *, dtype: str = "auto", device="cpu", **origin: Any) -> "Target":
-        """A target whose layers are divided among the launched processes (target/sharding.py). All processes call this.
+    def load_sharded(cls, name: str, mesh: DeviceMesh, *, dtype: str = "auto", device="cpu", **origin: Any) -> "Target":
+        """A target whose layers are divided among the processes of a mesh (target/sharding.py). All of them call this.
 
-        Arguments as of `load`, but one device.
+        Other arguments as of `load`, but one device.
         """
         name = files.expand_home(name)
-        model, share, shards = sharding.load_sharded(name, dtype=dtype, device=device, **origin)
+        model, share, shards = sharding.load_sharded(name, mesh, dtype=dtype, device=device, **origin)
         trusted = origin.get("trust_remote_code", False)
         target = cls(model, name=name, trust_remote_code=trusted, share=share, shards=shards)
         if target.recurrent:
@@ -219,7 +221,7 @@ class Target:
         return self.identity.text
 
     def matches(self, stored: object) -> bool:
-        """Whether a stored fingerprint is this target's, also in the form of earlier versions."""
+        """Whether a stored fingerprint is this target's."""
         return self.identity.matches(stored)
 
     def embeddings_fingerprint(self) -> str:
@@ -301,7 +303,7 @@ class Target:
         hidden_states: tuple[int, ...],
         *,
         positions: Tensor | None = None,
-        mask: Tensor | tuple[CachedKeys, ...] | None = None,
+        mask: Tensor | tuple[CachedKeys, ...] | Piece | None = None,
         cache: RowCache | None = None,
         segments: Segments | None = None,
         documents: masks.Documents | None = None,
@@ -310,7 +312,7 @@ class Target:
         """Reads tokens [B, S] at positions [B, S]. Returns the final states, and the features that hidden_states name.
 
         hidden_states: numbers of the hidden states of `features`, as `layer_ids` returns them
-        mask [B, 1, S, keys] bool: True where a query may attend, or as of `make_draft_mask`; None: causal
+        mask [B, 1, S, keys] bool: True where a query may attend, or as of `make_draft_mask`, or a piece; None: causal
         cache: a cache with `cache.reserve(S)` called
         segments: texts of one row that do not see each other, in place of a mask (where `reads_segments`)
         documents: the same texts as rows, for layers that keep a state
@@ -344,6 +346,39 @@ class Target:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    @property
+    def divisible(self) -> bool:
+        """Whether texts that are read in pieces have the same states as texts that are read at once.
+
+        Recurrent states and LongRoPE's angles need the whole text.
+        """
+        return not self.recurrent and self.rotary_boundary is None
+
+    def read_piece(
+        self,
+        tokens: Tensor,
+        hidden_states: tuple[int, ...],
+        cache: RowCache,
+        counts: list[int] | None = None,
+        *,
+        maskless: bool | None = None,
+    ) -> TargetOutput:
+        """Reads tokens [B, S] of all rows behind the entries of the longest one, and commits `counts[b]` of row b.
+
+        counts: None: all; tokens behind them are padding, as the row's text ends in this piece or has ended before
+        maskless: whether attention has no mask; None: where it can
+        """
+        start, (num_rows, length) = cache.get_seq_length(), tokens.shape
+        counts = [length] * num_rows if counts is None else counts
+        cache.reserve(length, counts)
+        positions = torch.arange(start, start + length, device=self.device).expand(num_rows, -1)
+        mask: Tensor | Piece = Piece(start)
+        if not (self.reads_pieces if maskless is None else maskless):
+            mask = masks.pending_mask(masks.causal_mask(length, self.device), cache.lengths, cache.visible)
+        output = self.read(tokens, hidden_states, positions=positions, mask=mask, cache=cache)
+        cache.commit(upload_values(counts, self.device), counts)
+        return output
 
     def _add_hooks(self, hidden_states: tuple[int, ...], states: dict[int, Tensor], cache: RowCache | None) -> list:
         """Adds hooks that put the inputs of layers into `states`, and those of recurrent layers into the cache."""
@@ -413,58 +448,62 @@ class Target:
         return torch.finfo(self.dtype).bits < 32 or self.quantisation is not None
 
     @functools.cached_property
-    def reads_openings(self) -> bool:
-        """Whether the beginnings of texts are read by a causal kernel, without a mask: a text is tried.
-
-        Under a mask, the kernel reads the whole capacity of the cache, copied for all query heads.
-        """
-        if self.windowed or not self._may_try("cache"):
+    def reads_pieces(self) -> bool:
+        """Whether texts are read without masks, in pieces behind the keys before them: two pieces are tried."""
+        path = None if self.device.type == "cpu" else "cache"
+        if self.recurrent or not self._takes_entries() or not (path is None or self._may_try(path)):
             return False
-        return self._agrees_with_reference("cache", "the beginning of a text without a mask", self._try_opening)
+        return self._agrees_with_reference(path, "a piece of a text without a mask", self._try_pieces)
 
     @torch.no_grad()
-    def _try_opening(self, opening: bool) -> Tensor:
-        """States [1, S, D] of a text in an empty cache."""
-        tokens, cache = self._sample_text(), self.cache(1)
-        cache.reserve(tokens.shape[1])
-        cache.opening = opening
-        causal = masks.causal_mask(tokens.shape[1], self.device)
-        mask = None if opening else masks.pending_mask(causal, cache.lengths, cache.visible)
-        return self.read(tokens, (), positions=cache.slots, mask=mask, cache=cache).final
+    def _try_pieces(self, in_pieces: bool) -> Tensor:
+        """States [1, S, D] of a text in two pieces, or at once."""
+        text = self._sample_text()
+        if not in_pieces:  # under a mask, SmolLM2 in bfloat16 differs by 6 % from this and from pieces
+            return self.read(text, ()).final
+        parts, cache = text.split(2 * target_structure.NUM_TOKENS // 3, dim=1), self.cache(1)
+        return torch.cat([self.read_piece(part, (), cache, maskless=True).final for part in parts], dim=1)
 
     def _may_try(self, path: str) -> bool:
         """Whether a fast path of attention is worth a trial."""
-        unlike = self.on_several_devices or self.layer_kinds.chunk or self.adds_masks or self.penalises_distance
-        unlike = unlike or (self.recurrent and path != "varlen")
-        return self.whole and not unlike and fast.allows(path, self.device, self.dtype)
+        unlike = self.recurrent and path != "varlen"
+        return self._takes_entries() and not unlike and fast.allows(path, self.device, self.dtype)
 
-    def _agrees_with_reference(self, path: str, task: str, read: Callable[[bool], Tensor]) -> bool:
+    def _takes_entries(self) -> bool:
+        """Whether attention of its layers may have what stands for a mask: entries that are seen, or texts."""
+        unlike = self.on_several_devices or self.layer_kinds.chunk or self.adds_masks or self.penalises_distance
+        return self.whole and not unlike
+
+    def _agrees_with_reference(self, path: str | None, task: str, read: Callable[[bool], Tensor]) -> bool:
         """Whether a fast path's states, read(True), are those of the reference, read(False). If not, it prints why.
 
-        task: the object of "cannot read"
+        path: None: it is no fast path of a device; task: the object of "cannot read"
         """
         try:
             states, reference = read(True).float(), read(False).float()
         except Exception as reason:  # models and kernels raise errors of any kind
-            return fast.leave_out(path, f"{self.name} cannot read {task} ({name_cause(reason)})")
+            return self._leave_out(path, f"{self.name} cannot read {task} ({name_cause(reason)})")
         error = float((states - reference).norm() / reference.norm())
         if not error <= (MAX_DIFFERENCE if self._rounds else 1e-3):
-            return fast.leave_out(path, f"{self.name} reads {task} differently, by {error:.1%}")
+            return self._leave_out(path, f"{self.name} reads {task} differently, by {error:.1%}")
         return True
+
+    def _leave_out(self, path: str | None, reason: str) -> bool:
+        """Warns that a path is not used. path: None: pieces on a CPU. Returns False."""
+        if path is not None:
+            return fast.leave_out(path, reason)
+        warnings.warn(f"{reason}. It reads under masks, which take more memory and time in long texts.", stacklevel=2)
+        return False
 
     @torch.no_grad()
     def _try_tree(self, query_heads: int | None) -> Tensor:
         """States [1, 3, D] of a tree of three nodes behind a few tokens."""
         cache = RowCache(self._shapes, batch=1, device=self.device, query_heads=query_heads)
         *text, drafts = self._sample_text().split([target_structure.NUM_TOKENS - 3, 3], dim=1)
-        num = text[0].shape[1]
-        cache.reserve(num)
-        mask = masks.pending_mask(masks.causal_mask(num, self.device), cache.lengths, cache.visible)
-        self.read(text[0], (), positions=cache.slots, mask=mask, cache=cache)
-        cache.commit(torch.full_like(cache.lengths, num), [num])
+        self.read_piece(text[0], (), cache, maskless=False)
         cache.reserve(3)
         ancestors = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=self.device)
-        positions = num + ancestors.sum(-1)[None] - 1
+        positions = text[0].shape[1] + ancestors.sum(-1)[None] - 1
         return self.read(
             drafts, (), positions=positions, mask=self.make_draft_mask(ancestors, cache), cache=cache
         ).final
@@ -479,11 +518,15 @@ class Target:
                 layer.forward = functools.partial(_run_layer, type(layer).forward, layer)
 
     def layer_masks(
-        self, mask: Tensor | tuple[CachedKeys, ...] | None, positions: Tensor | None, cache: RowCache | None
+        self, mask: Tensor | tuple[CachedKeys, ...] | Piece | None, positions: Tensor | None, cache: RowCache | None
     ) -> dict:
         """Arguments of the decoder: the mask, or one for each kind of layer, and `cached`. Arguments as of `read`"""
         if mask is None:
             return {"attention_mask": None}
+        if isinstance(mask, Piece):
+            if cache is not None and self.masks_positions and positions is not None:
+                cache.note_positions(positions)
+            return {"attention_mask": self.layer_kinds.make_segment_masks(self.device), "text_piece": mask}
         if isinstance(mask, tuple):
             masks, cached = self.layer_kinds.masks_of_cached(mask)
             return {"attention_mask": masks, "cached": cached}
@@ -596,13 +639,10 @@ class Target:
         tokens, cache = self._sample_text(), self.cache(1, masked=True)
         features, final = [], []
         for chunk in tokens.split(2 * tokens.shape[1] // 3, dim=1):
-            cache.reserve(chunk.shape[1])
-            mask = masks.pending_mask(masks.causal_mask(chunk.shape[1], self.device), cache.lengths, cache.visible)
             with target_structure.explain_refusals(self.name, self.decoder):
-                output = self.read(chunk, tuple(range(self.num_layers)), positions=cache.slots, mask=mask, cache=cache)
+                output = self.read_piece(chunk, tuple(range(self.num_layers)), cache, maskless=False)
             features.append(output.features)
             final.append(output.final)
-            cache.commit(torch.full_like(cache.lengths, chunk.shape[1]), [chunk.shape[1]])
         if final[0].shape[-1] != self.width:
             raise ValueError(
                 f"{self.name}: the blocks of {type(self.decoder).__name__} pass on states of {self.width} numbers, and "

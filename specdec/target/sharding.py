@@ -1,4 +1,4 @@
-"""A target whose layers are divided among all processes of a run (FSDP2). Each process reads its own texts.
+"""A target whose layers are divided among the processes of a mesh (FSDP2). Each process reads its own texts.
 
 A process keeps 1/N of every layer. A layer is gathered from all processes before it computes, and dropped behind that.
 Embedding, final norm and LM head are whole in every process, because heads read them, and so is all else outside of
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
@@ -58,27 +58,26 @@ class Share:
 
 
 def load_sharded(
-    name: str, *, dtype: str, device: str | torch.device, revision: str | None = None, trust_remote_code: bool = False
+    name: str,
+    mesh: DeviceMesh,
+    *,
+    dtype: str,
+    device: str | torch.device,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, Share, Shards]:
-    """The model with this process' share of each layer, all processes, and the files of the weights.
+    """The model with this process' share of each layer, the processes of the share, and the files of the weights.
 
-    All processes call this. None holds more than one whole layer. Arguments as of loading.load_model, but one device.
-    Raises ValueError with advice.
+    mesh: one-dimensional, of the processes that hold the target together. All of them call this. None holds more than
+    one whole layer. Other arguments as of loading.load_model, but one device. Raises ValueError with advice.
     """
-    num = dist.get_world_size() if dist.is_initialized() else 1
-    if num == 1:
-        raise ValueError(
-            "shard=true keeps a part of the target's layers in each process, and there is one process: start several "
-            "(accelerate launch --num_processes 8, or torchrun --nproc_per_node 8), or set shard=false."
-        )
     if str(device) == "auto":
         raise ValueError(
             "device=auto spreads a target's layers over the devices of one process, and shard=true keeps a part of "
             "each layer in every process: use device=null with shard=true, or shard=false with auto."
         )
     local_device = find_devices(device)[0]
-    mesh = init_device_mesh(local_device.type, (num,), mesh_dim_names=("shard",))
-    share = Share(num, mesh)
+    share = Share(mesh.size(), mesh)
     dtype_number = list(DTYPES).index(choose_dtype(dtype, local_device))  # the first process decides
     dtype = list(DTYPES)[int(share.gather_values(dtype_number)[0])]
     model, quantisation = load_skeleton(name, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)

@@ -11,7 +11,7 @@ from specdec.core.cache import RowCache
 from specdec.core.cached_keys import CachedKeys
 from specdec.core.compile import Runner
 from specdec.core.sampling import NO_TOKEN, AnySampling, Sampling, mark_seen
-from specdec.core.tree import PartialPass, Tree
+from specdec.core.tree import Tree
 from specdec.target.compiled import CompiledTarget
 from specdec.target.model import Target, TargetOutput
 
@@ -24,7 +24,6 @@ class Verdict:
     num_kept: Tensor  # [B] number of accepted nodes, node 0 included
     next_token: Tensor  # [B] the target's token behind the path, NO_TOKEN where it has none
     output: TargetOutput  # output for the nodes, [B, N, .]
-    choices: Tensor | None  # [B, N] most likely token after each node; at temperature > 0 only on request
     distribution: Tensor | None  # [B, N, V] the target's distribution after each node, on request at temperature > 0
 
     def follow_path(self, tree: Tree, depth: int) -> tuple[Tensor, Tensor]:
@@ -42,7 +41,7 @@ class Verifier:
 
     rule: name of an acceptance rule in rules.RULES
     hidden_states: numbers of the hidden states in `Verdict.output`
-    choices, distribution: whether a verdict has them at temperature > 0
+    distribution: whether a verdict has it at temperature > 0
     """
 
     def __init__(
@@ -53,12 +52,11 @@ class Verifier:
         rule: str,
         runner: Runner,
         hidden_states: tuple[int, ...] = (),
-        choices: bool = False,
         distribution: bool = False,
     ):
         self.target, self.compiled = target, CompiledTarget(target, runner)
         self.sampling, self.rule, self.runner = sampling, rules.RULES[rule], runner
-        self.hidden_states, self.choices, self.distribution = hidden_states, choices, distribution
+        self.hidden_states, self.distribution = hidden_states, distribution
 
     def __call__(
         self,
@@ -81,7 +79,7 @@ class Verifier:
         cache.reserve(tree.tokens.shape[1])
 
         restrictions = {"marks": marks, "allowed": allowed}
-        if tree.partial_pass is None and self.capturable and isinstance(sampling, Sampling):
+        if self.capturable and isinstance(sampling, Sampling):
             return self._decide_captured(tree, cache, draws, sampling, restrictions)
         return self.decide(tree, cache, draws, sampling, **restrictions)
 
@@ -111,7 +109,7 @@ class Verifier:
             verdict = self.decide(captured_tree, view, fixed_draws, sampling, **restricted)
             output = verdict.output
             outputs = verdict.path, verdict.num_kept, verdict.next_token, output.features, output.final
-            return *outputs, *(tensor for tensor in (verdict.choices, verdict.distribution) if tensor is not None)
+            return outputs if verdict.distribution is None else (*outputs, verdict.distribution)
 
         graph_inputs = [tree.tokens, tree.parents, cache.lengths, cache.skipped, cache.slots]
         graph_inputs += [tensor for tensor in optional.values() if tensor is not None]
@@ -119,12 +117,11 @@ class Verifier:
         path, num_kept, next_token, features, final, *more = self.runner.run_whole(
             name, verify, graph_inputs, list(cache.groups.values())
         )
-        choices = more.pop(0) if sampling.greedy or self.choices else None
-        return Verdict(path, num_kept, next_token, TargetOutput(features, final), choices, more[0] if more else None)
+        return Verdict(path, num_kept, next_token, TargetOutput(features, final), more[0] if more else None)
 
     def settings(self, sampling: AnySampling) -> tuple:
         """What a verdict depends on beside tensors, for the keys of graphs."""
-        return self.hidden_states, sampling, self.rule, self.choices, self.distribution
+        return self.hidden_states, sampling, self.rule, self.distribution
 
     def decide(
         self,
@@ -139,22 +136,20 @@ class Verifier:
         """The verdict on a tree whose entries are reserved in the cache. Arguments as of `__call__`"""
         inputs = tree.tokens, tree.parents, cache.lengths, cache.skipped
         if sampling.greedy and marks is None and allowed is None:
-            outputs = self._read_greedily(cache, tree.linear, tree.partial_pass, *inputs)
-            path, num_kept, next_token, choices, features, final = outputs
-            return Verdict(path, num_kept, next_token, TargetOutput(features, final), choices, None)
-        output = self._read(cache, tree.linear, tree.partial_pass, *inputs)
+            outputs = self._read_greedily(cache, tree.linear, *inputs)
+            path, num_kept, next_token, features, final = outputs
+            return Verdict(path, num_kept, next_token, TargetOutput(features, final), None)
+        output = self._read(cache, tree.linear, *inputs)
         logits = self.runner("logits", self.target.logits, output.final)  # [B, N, V]
         if marks is not None:
             logits = sampling.penalise(logits, mark_seen(tree, marks))
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -torch.inf)
         if sampling.greedy:
-            path, num_kept, next_token, choices = _choose_greedily(tree, logits)
-            return Verdict(path, num_kept, next_token, output, choices, None)
-        likely = logits.argmax(-1) if self.choices else None
+            return Verdict(*_choose_greedily(tree, logits), output, None)
         distribution = sampling.distribution(logits)
         stored_distribution = distribution.clone() if self.distribution else None  # the rule overwrites it
-        return Verdict(*self.rule(tree, distribution, draws), output, likely, stored_distribution)
+        return Verdict(*self.rule(tree, distribution, draws), output, stored_distribution)
 
     @property
     def capturable(self) -> bool:
@@ -167,9 +162,7 @@ class Verifier:
         masks_positions = target.masks_positions and not target.reads_length
         return not (masks_positions or target.on_several_devices)
 
-    def _read(
-        self, cache: RowCache, linear: bool, partial_pass: PartialPass | None, tokens, parents, lengths, skipped
-    ) -> TargetOutput:
+    def _read(self, cache: RowCache, linear: bool, tokens, parents, lengths, skipped) -> TargetOutput:
         """The target's output for the nodes. tokens, parents [B, N]; lengths, skipped [B]: the cache's"""
 
         def place_nodes(tokens, parents, lengths, skipped):
@@ -181,15 +174,11 @@ class Verifier:
 
         positions, *seen = self.runner(("place", linear, cache.visible), place_nodes, tokens, parents, lengths, skipped)
         mask = seen[0] if len(seen) == 1 else tuple(map(CachedKeys, seen[::3], seen[1::3], seen[2::3]))
-        return self.compiled.read(
-            tokens, self.hidden_states, positions=positions, mask=mask, cache=cache, partial_pass=partial_pass
-        )
+        return self.compiled.read(tokens, self.hidden_states, positions=positions, mask=mask, cache=cache)
 
-    def _read_greedily(
-        self, cache: RowCache, linear: bool, partial_pass: PartialPass | None, *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Path, num_kept, next_token and choices, as in Verdict, then features and final states of `_read`."""
-        output = self._read(cache, linear, partial_pass, *inputs)
+    def _read_greedily(self, cache: RowCache, linear: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Path, num_kept and next_token, as in Verdict, then features and final states of `_read`."""
+        output = self._read(cache, linear, *inputs)
 
         def greedy(final, tokens, parents):
             logits = self.target.logits(final)
@@ -198,12 +187,12 @@ class Verifier:
         return *self.runner(("greedy", linear), greedy, output.final, *inputs[:2]), output.features, output.final
 
 
-def _choose_greedily(tree: Tree, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Path, num_kept and next_token, as in Verdict, and choices [B, N], by logits [B, N, V].
+def _choose_greedily(tree: Tree, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Path, num_kept and next_token, as in Verdict, by logits [B, N, V].
 
     next_token is NO_TOKEN where the largest logit is not finite.
     """
     choices = logits.argmax(-1)
     path, num_kept, next_token = rules.accept_greedy(tree, choices)
     largest = logits.gather(2, choices[..., None])[..., 0].gather(1, path.gather(1, num_kept[:, None] - 1))[:, 0]
-    return path, num_kept, torch.where(largest.isfinite(), next_token, NO_TOKEN), choices
+    return path, num_kept, torch.where(largest.isfinite(), next_token, NO_TOKEN)
