@@ -1,6 +1,7 @@
 """The processes of a run: which one prints, how long they wait for one another, what each reads, and their weights.
 
-Every process has all weights, gradients and moments of the optimizer (DDP). A target may be divided over processes.
+Every process has all weights, gradients and moments of the optimizer (DDP). A target may be divided over processes, and
+so may texts.
 """
 
 import contextlib
@@ -12,13 +13,15 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.utils import broadcast, broadcast_object_list, gather_object
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from specdec.core.context_parallel import WHOLE_TEXT, TextShare
 from specdec.core.group import Group
 from specdec.heads.base import Head
 from specdec.target.model import Target
@@ -190,6 +193,45 @@ def compute_by_main(make: Callable[[], Item], awaited: str, *, minutes: float) -
 # Who reads what
 
 
+def check_groups(num: int, size: int, option: str) -> None:
+    """Raises ValueError, which names the option, if `num` processes cannot be divided into groups of `size`."""
+    if num == 1 or num % size:
+        obstacle = "there is one process" if num == 1 else f"{num} processes cannot form groups of {size}"
+        raise ValueError(
+            f"{option} lets a group of processes divide what one would hold, and {obstacle}: start several (accelerate "
+            "launch --num_processes 8, or torchrun --nproc_per_node 8), or change the option."
+        )
+
+
+def make_mesh(axis: Literal["dp_shard", "cp"], size: int, device_type: str, option: str) -> DeviceMesh:
+    """The mesh of the `size` processes, with consecutive numbers, that this one works with. All processes call this.
+
+    axis: dp_shard: they hold a target together; cp: they divide texts. accelerate makes the mesh.
+    Raises ValueError, which names the option, if the processes cannot be divided into groups of `size`.
+    """
+    num = PartialState().num_processes
+    check_groups(num, size, option)
+    outer = "dp_replicate" if axis == "dp_shard" else "dp_shard"
+    config = ParallelismConfig(**{f"{axis}_size": size, f"{outer}_size": num // size})
+    return config.get_device_mesh(device_type)[axis]
+
+
+def share_texts(size: int, device_type: str, length: int) -> TextShare:
+    """This process' part of each text of `length` tokens that a group of `size` processes reads together.
+
+    Raises ValueError, with the option to change, for too few processes or tokens.
+    """
+    if size == 1:
+        return WHOLE_TEXT
+    option = f"train.context_parallel={size}"
+    if length < size * size:
+        raise ValueError(
+            f"{option} leaves a process without a part of data.length={length} tokens: give {size * size} or more."
+        )
+    mesh = make_mesh("cp", size, device_type, option)
+    return TextShare(mesh.get_local_rank(), size, mesh.get_group())
+
+
 @dataclass(frozen=True)
 class ProcessGroup(Group):
     """The share of texts that a process answers or decodes. Processes that hold a target together do the same texts.
@@ -203,9 +245,8 @@ class ProcessGroup(Group):
 
     @classmethod
     def from_target(cls, accelerator: Accelerator, target: Target) -> "ProcessGroup":
-        if target.share.size > 1:
-            return cls(0, 1, accelerator.is_main_process)
-        return cls(accelerator.process_index, accelerator.num_processes)
+        number, size = accelerator.process_index, target.share.size
+        return cls(number // size, accelerator.num_processes // size, number % size == 0)
 
     def mine(self, items: Sequence[Item]) -> Sequence[Item]:
         """This process' share of the items."""

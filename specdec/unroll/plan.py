@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from specdec.core import devices
 from specdec.core.cache import UnrollCache
+from specdec.core.context_parallel import WHOLE_TEXT, TextShare
 from specdec.core.masks import Documents
 from specdec.core.span_attention import Span, find_spans
 from specdec.heads.base import Drafter
@@ -78,10 +79,16 @@ class UnrollPlan:
     first_slot: int  # 1 if step 1 reads a feature, else 0
     num_columns: int  # slots of each row
     goals: Tensor  # [G, 2] row and index of each goal, in order
-    positions: Tensor  # [B, columns] positions of the slots in their documents
+    positions: Tensor  # [B, columns] positions of this process' slots in their documents
     steps: list[UnrollStep]
     documents: Documents | None  # columns of each document, for draft models, which read whole documents
     goal_numbers: list[list[int]]  # `goals` of each step as Python numbers, which need no wait for a device
+    share: TextShare = WHOLE_TEXT  # the slots of this process
+
+    @property
+    def columns(self) -> slice:
+        """The columns of this process' slots."""
+        return self.share.select(self.num_columns)
 
     def move_to(self, device: torch.device) -> "UnrollPlan":
         """The same plan with its tensors on a device. Nothing waits for the copy."""
@@ -97,7 +104,7 @@ class UnrollPlan:
     def split_goals(self, size: int) -> Iterator[GoalChunk]:
         """Yields all goals in chunks of `size`."""
         num_goals = len(self.goals)
-        for start in range(0, num_goals, size):
+        for start in range(0, max(1, num_goals), size):  # an empty one without goals, so that all gradients exist
             stop = min(start + size, num_goals)
             bounds = [(bisect_left(numbers, start), bisect_left(numbers, stop)) for numbers in self.goal_numbers]
             yield GoalChunk(slice(start, stop), [slice(*bound) for bound in bounds])
@@ -122,6 +129,7 @@ def plan_unroll(
     depth: int,
     max_anchors: int | None = None,
     keep_share: float = 1.0,
+    share: TextShare = WHOLE_TEXT,
 ) -> UnrollPlan:
     """Plans which slots each step runs on, what they read and which goals they guess. All tensors are on the CPU.
 
@@ -129,21 +137,24 @@ def plan_unroll(
     positions [B, T]: position of each token in its document
     goals [B, T] bool: tokens to be guessed
     depth: number of steps, K
-    max_anchors: upper bound of the slots of a row, which are then drawn at random; None: no bound
+    max_anchors: upper bound of the slots of a row, which are then drawn at random; None: no bound. A part has its share
     keep_share: share of the slots that the next step keeps, drawn at random: step d runs on keep_share^(d - 1) of them
+    share: the part of the slots that this process runs, with the goals that they guess
 
     Steps whose keys no other slot reads run on slots with a goal only.
+    Raises ValueError for a window that is no longer than the steps.
     """
+    drafter.check_window(depth)
     # Slots: one before the first feature of its document belongs to no document
     first_slot, context_kind = drafter.first_slot, drafter.context_kind
     num_rows, length = documents.shape
     num_columns = length - first_slot
     slot_positions = positions[:, first_slot:]  # [B, C]
     slot_documents = torch.where(slot_positions >= first_slot, documents[:, first_slot:], -1)
-    all_columns = torch.arange(num_columns).expand(num_rows, -1)
+    selection = _select_part(share, num_rows, num_columns)
 
     # Goals: the d-th step guesses those that have d tokens before them in their document
-    goal_list = goals.nonzero()  # [G, 2]
+    goal_list = _list_goals(goals, share, first_slot=first_slot, depth=depth)  # [G, 2]
     goal_rows, goal_indices = goal_list.unbind(1)
     has_slot = [positions[goal_rows, goal_indices] >= d + first_slot for d in range(1, depth + 1)]  # [G] each
 
@@ -151,51 +162,76 @@ def plan_unroll(
         """Mask [B, C] of the slots whose step d guesses a goal."""
         guessing_mask = torch.zeros(num_rows, num_columns, dtype=torch.bool)
         guessing_mask[goal_rows[has_slot[d - 1]], goal_indices[has_slot[d - 1]] - d - first_slot] = True
-        return guessing_mask
+        return guessing_mask & (selection.slot_of_column >= 0)
 
     # Keys: all slots of their document up to the slot; modules of MTP see the keys of their own depth
     all_spans = find_spans(slot_documents) if context_kind in ("block", "path") else None
-    key_spans = all_spans
+    key_spans = all_spans and _take_part(all_spans, slot_documents, selection.columns, share)
 
     steps: list[UnrollStep] = []
     selections = _select_slots(
-        all_columns,
+        selection,
         find_guessing_slots,
         first_reduced_step=FIRST_REDUCED_STEP.get(context_kind, depth + 1),
         depth=depth,
-        max_anchors=max_anchors,
+        max_anchors=max_anchors and math.ceil(max_anchors / share.size),
         keep_share=keep_share,
     )
-    for d, selection in enumerate(selections, start=1):
-        columns = selection.columns
-        if selection.kept_slots is not None:
+    for d, step_selection in enumerate(selections, start=1):
+        columns = step_selection.columns
+        if step_selection.kept_slots is not None:
             key_spans = all_spans and all_spans.select_slots(columns, slot_documents)
         elif context_kind == "depth":
-            key_spans = find_spans(slot_documents, lag=d - 1)
+            key_spans = _take_part(find_spans(slot_documents, lag=d - 1), slot_documents, columns, share, lag=d - 1)
 
         # Goals of this step: those whose slot was selected. Step d of a draft model is step 1 of a later slot
         lag = 1 if context_kind == "text" else d
         goal_columns = (goal_indices - lag - first_slot).clamp(min=0)
-        goal_slots = selection.slot_of_column[goal_rows, goal_columns]  # [G]
+        goal_slots = step_selection.slot_of_column[goal_rows, goal_columns]  # [G]
         guessed_goals = (has_slot[d - 1] & (goal_slots >= 0)).nonzero()[:, 0]
         steps.append(
             UnrollStep(
-                kept_slots=selection.kept_slots,
+                kept_slots=step_selection.kept_slots,
                 token_indices=(columns + first_slot + lag - 1).clamp(max=length - 1),
                 positions=slot_positions.gather(1, columns) + lag - 1,
                 key_spans=key_spans,
                 goals=guessed_goals,
                 slot_indices=(goal_rows * columns.shape[1] + goal_slots)[guessed_goals],
-                slot_share=selection.share,
+                slot_share=step_selection.share,
             )
         )
     text_documents = Documents.from_index(slot_documents) if context_kind == "text" else None
     goal_numbers = [step.goals.tolist() for step in steps]
-    return UnrollPlan(first_slot, num_columns, goal_list, slot_positions, steps, text_documents, goal_numbers)
+    positions = slot_positions[:, share.select(num_columns)]
+    return UnrollPlan(first_slot, num_columns, goal_list, positions, steps, text_documents, goal_numbers, share)
+
+
+def _select_part(share: TextShare, num_rows: int, num_columns: int) -> _Selection:
+    """The slots of a process."""
+    part = share.select(num_columns)
+    columns = torch.arange(part.start, part.stop).expand(num_rows, -1)
+    slot_of_column = torch.full((num_rows, num_columns), -1)
+    slot_of_column[:, part] = torch.arange(part.stop - part.start)
+    return _Selection(columns, slot_of_column)
+
+
+def _list_goals(goals: Tensor, share: TextShare, *, first_slot: int, depth: int) -> Tensor:
+    """Row and index [G, 2] of the goals; of a part of the slots only those that its steps reach."""
+    goal_list = goals.nonzero()
+    if share.size == 1:
+        return goal_list
+    part = share.select(goals.shape[1] - first_slot)
+    distances = goal_list[:, 1] - first_slot - part.start  # from the first slot of the part
+    return goal_list[(distances > 0) & (distances < part.stop - part.start + depth)]
+
+
+def _take_part(spans: Span, documents: Tensor, columns: Tensor, share: TextShare, *, lag: int = 0) -> Span:
+    """The spans of a process' slots. documents [B, C], lag: arguments of `find_spans`; columns [B, S]: their columns"""
+    return spans if share.size == 1 else spans.select_slots(columns, documents, lag=lag)
 
 
 def _select_slots(
-    all_columns: Tensor,
+    selection: _Selection,
     find_guessing_slots: Callable[[int], Tensor],
     *,
     first_reduced_step: int,
@@ -203,11 +239,12 @@ def _select_slots(
     max_anchors: int | None,
     keep_share: float,
 ) -> Iterator[_Selection]:
-    """Yields the slots of each step: all [B, C], and from first_reduced_step on those that guess a goal then or later.
+    """Yields the slots of each step: at first `selection`, from first_reduced_step on those that guess a goal then or
+    later.
 
     The other arguments are those of `plan_unroll`.
     """
-    selection, max_needed = _Selection(all_columns, all_columns), 0
+    max_needed, is_own_column = 0, selection.slot_of_column >= 0  # [B, C]
     for d in range(1, depth + 1):
         if d < first_reduced_step or (d > first_reduced_step and keep_share == 1):
             selection = replace(selection, kept_slots=None)
@@ -219,7 +256,9 @@ def _select_slots(
         if keep_share < 1:
             bounds.append(_raise_to_multiple(max(keep_share ** (d - 1), MIN_SLOT_SHARE) * max_needed))
         previous_slots = selection.slot_of_column
-        columns, slot_of_column = _choose_columns(needed_mask & (previous_slots >= 0), min(bounds, default=None))
+        columns, slot_of_column = _choose_columns(
+            needed_mask & (previous_slots >= 0), is_own_column, min(bounds, default=None)
+        )
         share = int((slot_of_column >= 0).sum()) / max(1, int(needed_mask.sum()))
         selection = _Selection(columns, slot_of_column, previous_slots.gather(1, columns).clamp(min=0), share)
         yield selection
@@ -230,18 +269,19 @@ def _raise_to_multiple(num: float) -> int:
     return math.ceil(num / SLOT_MULTIPLE) * SLOT_MULTIPLE
 
 
-def _choose_columns(needed_mask: Tensor, max_slots: int | None) -> tuple[Tensor, Tensor]:
+def _choose_columns(needed_mask: Tensor, is_own_column: Tensor, max_slots: int | None) -> tuple[Tensor, Tensor]:
     """Chooses needed columns, at random if there are more than max_slots in a row.
 
     needed_mask [B, C] bool; max_slots: upper bound, or None
+    is_own_column [B, C] bool: columns of this process, among them all needed ones, which also fill rows up
     Returns `columns` and `slot_of_column` of the selection.
     """
     num_slots = max(1, int(needed_mask.sum(1).max()))
-    score = needed_mask.float()
+    score = torch.where(is_own_column, needed_mask.float(), -1.0)
     if max_slots is not None and num_slots > max_slots:
         num_slots, score = max_slots, score + torch.rand_like(score) * score
     else:
-        num_slots = min(_raise_to_multiple(num_slots), needed_mask.shape[1])
+        num_slots = min(_raise_to_multiple(num_slots), int(is_own_column.sum(1).max()))
     columns = score.sort(dim=1, descending=True, stable=True).indices[:, :num_slots].sort(dim=1).values  # [B, S]
     slot_of_column = torch.full_like(needed_mask, -1, dtype=torch.long)
     slot_of_column.scatter_(1, columns, torch.arange(num_slots).expand_as(columns))
@@ -273,11 +313,11 @@ def unroll(
     tokens [B, T], features [B, T, F*D], plan: all on one device
     gradient_checkpointing: memory for time, by computing the activations of a step again in the backward pass
     """
-    h = drafter.encode(features[:, : plan.num_columns])  # the feature of column c is that of the slot before it
+    h = drafter.encode(features[:, plan.columns])  # the feature of column c is that of the slot before it
     if drafter.context_kind == "text":
         readout = _read_documents(drafter, tokens, plan, gradient_checkpointing)
         return UnrollOutput([h] * len(plan.steps), [readout] * len(plan.steps), plan)
-    cache = UnrollCache()
+    cache = UnrollCache(plan.share, plan.num_columns)
     drafter.context(h, plan.positions - 1, cache)
     states, readouts = [], []
     for d, step in enumerate(plan.steps, start=1):

@@ -5,6 +5,7 @@ min(1, q(x) / p(x)). At temperature 0 this is 1 if the draft equals x, else 0. T
 start: tau is the number of emitted tokens over the expected number of rounds. At temperature 0 it is exact.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,9 +33,37 @@ class Replay:
     candidates: Tensor | None = None
 
     @cached_property
+    def rounds(self) -> "ExpectedRounds":
+        """The result of `trace_rounds` for this answer."""
+        return trace_rounds(self.acceptance)
+
+    @property
     def expected_rounds(self) -> tuple[float, Tensor]:
         """The result of `count_rounds` for this answer."""
-        return count_rounds(self.acceptance)
+        return self.rounds.totals
+
+
+@dataclass(frozen=True)
+class ExpectedRounds:
+    """Expected rounds of an answer of n tokens, by the tokens of the answer before them.
+
+    starts [n]: rounds that start there; accepted [n]: drafts that these accept
+    by_depth [K]: rounds that accept at least d drafts
+    """
+
+    starts: list[float]
+    accepted: list[float]
+    by_depth: list[float]
+
+    @property
+    def totals(self) -> tuple[float, Tensor]:
+        """Expected number of rounds, and expected numbers of rounds that accept at least d drafts, [K]."""
+        return sum(self.starts), torch.tensor(self.by_depth, dtype=torch.float64)
+
+    def list_starts(self) -> Iterator[tuple[int, float, float]]:
+        """Yields tokens of the answer before a round, expected rounds that start there, and tokens that they emit."""
+        for position, (num_rounds, accepted) in enumerate(zip(self.starts, self.accepted)):
+            yield position, num_rounds, num_rounds + accepted
 
 
 def count_rounds(acceptance: Tensor) -> tuple[float, Tensor]:
@@ -46,11 +75,16 @@ def count_rounds(acceptance: Tensor) -> tuple[float, Tensor]:
 
     tau = (n - 1) / rounds = 1 + accepted.sum() / rounds. In the last round only tokens before the answer's end count.
     """
+    return trace_rounds(acceptance).totals
+
+
+def trace_rounds(acceptance: Tensor) -> ExpectedRounds:
+    """The expected rounds of an answer where they start. acceptance [K, n]: see `count_rounds`"""
     depth, num_tokens = acceptance.shape
     probabilities = acceptance.double().cpu().tolist()
     starts = [0.0] * (num_tokens + depth + 2)
     starts[1] = 1.0
-    accepted = [0.0] * depth
+    accepted, by_depth = [0.0] * num_tokens, [0.0] * depth
     for start in range(1, num_tokens):
         alive = starts[start]
         for d in range(1, depth + 1):
@@ -58,11 +92,12 @@ def count_rounds(acceptance: Tensor) -> tuple[float, Tensor]:
                 break
             survives = alive * probabilities[d - 1][start]
             starts[start + d] += alive - survives
-            accepted[d - 1] += survives
+            by_depth[d - 1] += survives
+            accepted[start] += survives
             alive = survives
         else:
             starts[start + depth + 1] += alive
-    return sum(starts[1:num_tokens]), torch.tensor(accepted, dtype=torch.float64)
+    return ExpectedRounds(starts[:num_tokens], accepted, by_depth)
 
 
 def pad_texts(texts: list[tuple[list[int], list[int]]]) -> Tensor:

@@ -24,6 +24,7 @@ from specdec.engines.client import EngineClient
 from specdec.engines.engine_target import EngineTarget
 from specdec.heads.base import Head
 from specdec.measuring import trained_prompts
+from specdec.measuring.contexts import TrainedLength
 from specdec.measuring.measure import MeasureSettings, check_prompts
 from specdec.measuring.replay import AnsweredPrompt, encode_answered_prompt, warn_of_writers
 from specdec.target.fingerprint import UNREAD
@@ -50,6 +51,7 @@ from train.processes import (
     count_threads,
     find_ignored_flags,
     is_main,
+    share_texts,
 )
 from train.settings import record
 from train.settings.decide import Decided, decide
@@ -70,16 +72,25 @@ def make_trainer(
     """
     tokenizer, packs, target, options = facts.tokenizer, facts.packs, facts.target, config.head
     assert packs is not None
+    packs.warn_of_losses()
     warn_of_writers(packs.writers, target)
     rows = reading.spread_rows(facts.heldout, config.validation.num_prompts)
     texts, prompts = encode_prompts(config, tokenizer, packs, rows)
     num_trained = warn_of_copies(rows, packs, config.start, recorded=texts is not None)
     drafter, spec = make_drafter(config, options.drafter, options.vocab_size, target, packs)
+    longest = find_longest(config.start, facts)
+    spec = {**spec, "trained_length": longest}
     drafter.to(accelerator.device)
+    limited = config.drafting.limit_window(drafter)
+    trained_length = TrainedLength.from_head("this run", longest, limited)
+    for sentence in trained_length.describe_longer([len(prompt.tokens) for prompt in prompts]) if is_main() else ():
+        warnings.warn(f"Held-out prompts: {sentence}", stacklevel=2)
     with prefix_option_names("features"):
         engine = connect_engine(config.features.urls, drafter, console)
     with prefix_option_names("head.objective"):
         objective = instantiate(options.objective, drafter)
+    if config.train.context_parallel > 1:
+        objective.text_share = share_texts(config.train.context_parallel, accelerator.device.type, config.data.length)
     with prefix_option_names("optimizer"):
         adapter = None if options.adapter is None else options.adapter.model_dump()
         optimizer = optimization.make_optimizer(drafter, config.optimizer, adapter=adapter)
@@ -112,7 +123,7 @@ def make_trainer(
         material=Material(packs, config.data.length, features),
         validation=validation,
         settings=config.train,
-        folder=RunFolder(path, spec, list_fixed_settings(config.document()) | inputs, target.identity),
+        folder=RunFolder(path, spec, list_fixed_settings(config.document()) | inputs),
     )
 
 
@@ -124,6 +135,12 @@ def warn_of_copies(rows: list[dict], packs: Packs, start: str | None, *, recorde
         copies = trained_prompts.count_copies(ids, len(rows), f"prompts of {name}")
         warnings.warn(f"{copies} are trained on, so tau flatters: give others.", stacklevel=2)
     return len(ids)
+
+
+def find_longest(start: str | None, facts: MeasuredFacts) -> int:
+    """Tokens of the longest text that the drafter is trained on, here or before. start: checkpoint"""
+    before = None if start is None else checkpoint.find_trained_length(checkpoint.resolve(start))
+    return max(int(facts.texts.lengths.max()), before or 0)
 
 
 # Processes and precision
@@ -377,12 +394,14 @@ def show_plan(options: RunOptions, path: Path) -> str:
     facts = PlannedFacts(options) if options.plans_other_machine else MeasuredFacts(options, start_processes(options))
     decided = decide(options, facts)
     print_decisions(decided)
-    config, counted = decided.config, facts.run_count
-    assert counted is not None
-    memory, pace = counted.memory, facts.pace
+    config, run_count = decided.config, facts.run_count
+    assert run_count is not None
+    if facts.packs is not None:
+        facts.packs.warn_of_losses()
+    memory, pace = run_count.memory, facts.pace
     if isinstance(facts, MeasuredFacts) and pace is not None:
         memory = plan.measure_memory(memory, facts.processes.device)
-    printed_plan = plan.make_plan(config, counted.drafter, facts.texts, facts.hardware, memory, pace)
+    printed_plan = plan.make_plan(config, run_count, facts.texts, facts.hardware, memory, pace)
     return f"{plan.describe_plan(config, path, facts.hardware)}\n{printed_plan}{describe_served(config, facts, path)}"
 
 

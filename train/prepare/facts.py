@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -23,15 +24,14 @@ from specdec.text import conversations as data
 from specdec.text import reading
 from specdec.text.chat_template import check_arguments
 from specdec.text.messages import write_value
-from train.data.batches import collate
 from train.data.encoding import Encoding, load_rows
-from train.data.packing import EncodedRows, Packs, choose_draft_vocab, pack_first_fit
-from train.features.loader import permute_packs
+from train.data.packing import EncodedRows, Packs, choose_draft_vocab, pack_rows
+from train.features.loader import Material, permute_packs
 from train.features.outputs import ComputedFeatures
 from train.loop import optimizer as optimization
 from train.prepare import plan
 from train.prepare.plan import instantiate
-from train.processes import compute_by_main
+from train.processes import compute_by_main, make_mesh, share_texts
 from train.settings.decide import Hardware, Memory, Pace, RunSizes, TargetFacts, TextLengths
 from train.settings.options import RunOptions
 
@@ -58,6 +58,8 @@ class PlannedFacts:
             "this machine",
             minutes=options.train.timeout,
         )
+        if options.plan:
+            plan.check_plan(options, self.hardware)
         if options.validation.has_recorded_answers:
             self.heldout = reading.load_conversations(options.validation.answers, arguments=options.template)
         else:
@@ -124,6 +126,12 @@ class PlannedFacts:
                 rows, numbers = self.rows
                 self.packs = Packs(rows, length=length, packed=packed, row_numbers=numbers)
                 self.texts = read_text_lengths(self.packs)
+        return self.texts
+
+    def cut_rows(self, length: int) -> TextLengths:
+        lengths = numpy.minimum(self.texts.lengths, length)
+        num_packs = max(self.texts.num_packs, math.ceil(lengths.sum() / length))
+        self.texts = replace(self.texts, lengths=lengths, num_packs=num_packs)
         return self.texts
 
     def count_memory(self, sizes: RunSizes) -> Memory | None:
@@ -197,7 +205,9 @@ def load_target(options: RunOptions, dtype: str, processes: PartialState) -> Tar
         if options.features.urls:
             return Target.load_ends(target.name, **arguments | {"device": processes.device})
         if target.shard:
-            return Target.load_sharded(target.name, **arguments)
+            size = processes.num_processes if target.shard is True else target.shard
+            mesh = make_mesh("dp_shard", size, processes.device.type, f"shard={target.shard}".lower())
+            return Target.load_sharded(target.name, mesh, **arguments)
         return Target.load(target.name, **arguments)
 
 
@@ -253,7 +263,7 @@ def read_text_lengths(packs: Packs) -> TextLengths:
 def guess_packs(lengths: ndarray, length: int) -> TextLengths:
     """The data in packs, from guessed lengths."""
     cut = numpy.minimum(lengths, length)
-    num = int(pack_first_fit(cut.tolist(), length).max(initial=0)) + 1
+    num = int(pack_rows(cut, length).max(initial=0)) + 1
     return TextLengths(cut, num, numpy.zeros(0, dtype=numpy.int64))
 
 
@@ -331,11 +341,11 @@ def make_drafter(
 def time_steps(options: RunOptions, sizes: RunSizes, packs: Packs, target: Target, device: torch.device) -> Pace:
     """The pace of a few steps with a drafter that is thrown away. All processes call this together."""
     order = permute_packs(len(packs), options.train.seed)
-    size = min(sizes.batch, len(order))
+    size, material = min(sizes.batch, len(order)), Material(packs, sizes.length, None)
     texts = []
     for start in range(0, TIMED_BATCHES * size, size):
         rows = [packs[order[position % len(order)]] for position in range(start, start + size)]
-        texts.append(collate(rows, length=sizes.length, pad_token=0).move_to(device))
+        texts.append(material.collate(rows).move_to(device))
     tokens = [int((batch.documents >= 0).sum()) for batch in texts]
     outputs: dict[int, Any] = {}
     # The first batch on a GPU proves and compiles. Processes that divide a target or an update must take as many steps
@@ -353,7 +363,8 @@ def time_steps(options: RunOptions, sizes: RunSizes, packs: Packs, target: Targe
             return Pace(0.0, 4 * read, 0.0)
         drafter = make_drafter(options, sizes.drafter, sizes.vocab_size, target, packs)[0].to(device)
         with prefix_option_names("head.objective"):
-            objective = instantiate(options.head.objective, drafter).train()
+            objective: Any = plan.make_objective(options, sizes, drafter).train()
+        objective.text_share = share_texts(options.train.context_parallel, device.type, sizes.length)
         with prefix_option_names("optimizer"):
             optimizer = optimization.make_optimizer(drafter, options.optimizer)
         online, served = ComputedFeatures(target, drafter.target_layers), bool(options.features.urls)

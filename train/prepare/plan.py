@@ -29,8 +29,10 @@ from train.data.batches import collate
 from train.loop.optimizer import divide_matrices, list_hidden_matrices
 from train.loop.trainer import START_SLOTS, read_peak_memory
 from train.prepare.count_tensors import H100_BANDWIDTH, H100_PEAK, Autocast, OperationCount
+from train.prepare.exchanges import CountedShare, count_exchanges, describe_exchanges, list_layer_bytes
+from train.processes import check_groups
 from train.settings.decide import GB, Cost, Hardware, Memory, Pace, RunSizes, TextLengths, find_problems
-from train.settings.options import THIS_MACHINE, MachineOptions, RunConfig, RunOptions
+from train.settings.options import CHECKPOINTING, THIS_MACHINE, MachineOptions, RunConfig, RunOptions
 
 CUDA_CONTEXT_BYTES = 0.8 * GB  # bytes of a GPU that CUDA and the libraries take
 PRODUCT_SHARE = 0.65  # share of the peak that a target's products reach
@@ -61,7 +63,19 @@ def find_hardware(options: RunOptions, device: torch.device, num_processes: int)
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_processes
     disk = machine.disk * GB if machine.disk else files.count_free_bytes(Path(options.features.folder))
-    return Hardware(kind, machine.num or num_processes, memory, disk)
+    return Hardware(kind, machine.num or num_processes, memory, disk, options.train.context_parallel)
+
+
+def check_plan(options: RunOptions, hardware: Hardware) -> None:
+    """Raises ValueError if the processes of a plan cannot be divided as the options ask."""
+    shard, size, nodes = options.target.shard, options.train.context_parallel, options.machine.nodes
+    num = hardware.num_processes
+    if shard:
+        check_groups(num, num if shard is True else shard, f"target.shard={shard}".lower())
+    if size > 1:
+        check_groups(num, size, f"train.context_parallel={size}")
+    if num % nodes:
+        raise ValueError(f"machine.nodes={nodes} must divide the {num} processes equally: change one of them.")
 
 
 # Memory
@@ -73,23 +87,35 @@ def count_target_bytes(options: RunOptions, target: Target, num: int) -> float:
     if options.features.urls:
         ends = {id(part.weight): part.weight.nbytes for part in (target.embed, target.lm_head)}
         return float(sum(ends.values()))
-    if options.target.device == "auto":
-        num = (options.machine.num if options.plans_other_machine else torch.cuda.device_count()) or 1
-    elif not options.target.shard:
-        num = 1
+    num = count_target_devices(options, num)
     if target.quantisation is not None:  # an outline has the shapes of weights that are not quantised
         stored = sum(file.stat().st_size for file in Path(options.target.name).glob("*.safetensors"))
         return float(stored or QUANTISED_RATIO * sum(weights.values())) / num
-    return sum(weights.values()) / num
+    total = float(sum(weights.values()))
+    if options.target.shard:  # all but the layers is whole
+        layers = sum(list_layer_bytes(target, num))
+        return total - layers + layers / num
+    return total / num
+
+
+def count_target_devices(options: RunOptions, num: int) -> int:
+    """The devices that hold a target together. num: processes of the run"""
+    if options.target.device == "auto":
+        return (options.machine.num if options.plans_other_machine else torch.cuda.device_count()) or 1
+    return num if options.target.shard is True else max(1, options.target.shard)
 
 
 @dataclass(frozen=True)
 class RunCount:
-    """Counts of a run. drafter: outline; memory: bytes of a process; pace: pace of the machine, by a roofline"""
+    """Counts of a run. drafter: outline; memory: bytes of a process; pace: pace of the machine, by a roofline
+
+    gathered: bytes of each gather of keys in a micro-batch, where processes divide texts
+    """
 
     drafter: Head
     memory: Memory
     pace: Pace
+    gathered: list[int]
 
 
 def count_run(options: RunOptions, sizes: RunSizes, target: Target, texts: TextLengths, hardware: Hardware) -> RunCount:
@@ -98,8 +124,9 @@ def count_run(options: RunOptions, sizes: RunSizes, target: Target, texts: TextL
     peak, bandwidth = 1e12 * (machine.flops or 0) or H100_PEAK, GB * (machine.bandwidth or 0) or H100_BANDWIDTH
     drafter = build_outline_drafter(sizes, target)
     muon = list_hidden_matrices(drafter) if options.optimizer.name == "muon" else []
+    share = CountedShare(hardware.group_size - 1, hardware.group_size)  # the last part of a text, which is all answer
     with fast.force_paths("loss", *(["varlen"] if hardware.device == "cuda" else [])):
-        count = count_step(options, sizes, drafter, texts, peak=peak, bandwidth=bandwidth)
+        count = count_step(options, sizes, drafter, texts, share, peak=peak, bandwidth=bandwidth)
     memory = Memory(
         target=count_target_bytes(options, target, hardware.num_processes),
         drafter=count_optimizer_bytes(drafter, muon, ema=options.train.ema is not None),
@@ -112,7 +139,7 @@ def count_run(options: RunOptions, sizes: RunSizes, target: Target, texts: TextL
         step=count.seconds / tokens,
         update=estimate_update_seconds(drafter, muon, hardware.num_processes, peak=peak, bandwidth=bandwidth),
     )
-    return RunCount(drafter, memory, pace)
+    return RunCount(drafter, memory, pace, share.gathered)
 
 
 def instantiate(settings: dict, *arguments: Any, **keywords: Any) -> Any:
@@ -129,6 +156,12 @@ def build_outline_drafter(sizes: RunSizes, target: Target) -> Drafter:
     vocab = None if size is None or size >= target.vocab_size else torch.arange(size)
     with torch.device("meta"), OperationCount():
         return instantiate(sizes.drafter, target, vocab=vocab).to("meta")
+
+
+def make_objective(options: RunOptions, sizes: RunSizes, drafter: Head) -> nn.Module:
+    """The objective of a run of these sizes."""
+    recompute = {CHECKPOINTING: sizes.recompute} if CHECKPOINTING in options.head.objective else {}
+    return instantiate(options.head.objective | recompute, drafter)
 
 
 def count_optimizer_bytes(drafter: Head, muon: list[nn.Parameter], *, ema: bool) -> float:
@@ -187,23 +220,30 @@ def count_start_tokens(solve_packs: int, texts: TextLengths, width: int) -> floa
 
 
 def count_step(
-    options: RunOptions, sizes: RunSizes, drafter: Drafter, texts: TextLengths, **machine: float
+    options: RunOptions, sizes: RunSizes, drafter: Drafter, texts: TextLengths, share: CountedShare, **machine: float
 ) -> OperationCount:
-    """Counts a step of the drafter, from features. texts: texts of the data, of which 30 % are taken as prompt"""
+    """Counts a step of the drafter, from features. texts: texts of the data, of which 30 % are taken as prompt
+
+    share: the part of each text; it takes the gathers of keys
+    """
     length, num = sizes.length, sizes.batch
-    text_length = min(max(2, int(texts.lengths.mean())), length) if len(texts.lengths) else length
+    is_whole = share.size > 1 or not len(texts.lengths)  # else the last part would be padding
+    text_length = length if is_whole else min(max(2, int(texts.lengths.mean())), length)
     texts_of_pack = length // text_length
     mask = [position >= 0.3 * text_length for position in range(text_length)]
     rows = [Row(str(number), "all", [1] * text_length, mask) for number in range(texts_of_pack)]
-    objective: nn.Module = instantiate(options.head.objective, drafter)
+    objective: Any = make_objective(options, sizes, drafter)
+    objective.text_share = share
     batch = collate([rows] * num, length=length, pad_token=0).move_to(torch.device("meta"))
     width, num_layers = drafter.target.width, len(drafter.target_layers)
     with OperationCount([text_length] * texts_of_pack * num, **machine) as count:
+        count.pairs *= (2 * share.size - 1) / share.size**2  # of the last part of one text
         sizes_of_output = [(num, length, layers * width) for layers in (num_layers, 1)]
         output = TargetOutput(*(torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes_of_output))
         with Autocast() if sizes.precision != "fp32" else contextlib.nullcontext():
             loss = objective(batch, output, compare=False)
-        (loss.total / 100).backward()
+            # Of an edge: no mode takes the call, so activations that are computed again are counted, too
+            torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss.total / 100))
     return count
 
 
@@ -260,24 +300,26 @@ class Plan:
 
 
 def make_plan(
-    config: RunConfig, drafter: Head, texts: TextLengths, hardware: Hardware, memory: Memory, pace: Pace | None
+    config: RunConfig, run_count: RunCount, texts: TextLengths, hardware: Hardware, memory: Memory, pace: Pace | None
 ) -> Plan:
-    """The plan of a run. drafter: drafter of the run, or its outline; pace: None where the run does not fit here"""
-    train, features, target = config.train, config.features, drafter.target
-    step_tokens = train.batch * train.accumulation * hardware.num_processes * texts.pack_tokens
+    """The plan of a run. run_count: drafter, and gathers of keys; pace: None where the run does not fit here"""
+    train, features, drafter = config.train, config.features, run_count.drafter
+    step_tokens = train.batch * train.accumulation * hardware.num_groups * texts.pack_tokens
     tokens = train.steps * step_tokens
     time_taken = "not measured"
     if pace is not None:
-        cost = Cost(pace, texts.num_tokens, hardware.num_processes, cached=features.mode == "cached")
+        cost = Cost(pace, texts.num_tokens, hardware.num_groups, cached=features.mode == "cached")
         time_taken = describe_time(config, drafter, texts, cost, tokens, step_tokens)
     size = drafter.num_parameters()
-    per_token = count_bytes_per_token(target, len(drafter.target_layers))
+    per_token = count_bytes_per_token(drafter.target, len(drafter.target_layers))
     feature_bytes = min(tokens, texts.num_tokens) * per_token if features.mode == "cached" else 0.0
     validations = math.ceil(train.steps / train.validate_every) if train.validate_every else 1
     disk = feature_bytes + 2 * 16.0 * size + 2.0 * size * validations
-    sent = f"{tokens * per_token / GB:,.1f} GB from the engine" if features.urls else "none"
+    num_reads = hardware.group_size if features.mode == "engine" else 1  # each process of a group reads whole texts
+    sent = f"{tokens * num_reads * per_token / GB:,.1f} GB from the engine" if features.urls else "none"
     rows = f"{len(texts.lengths):,} rows, in {texts.num_packs:,} packs of {config.data.length:,}"
-    parts = f"{train.batch} packs x {train.accumulation} micro-batches x {hardware.num_processes} processes"
+    readers = f"{hardware.num_groups} {'processes' if hardware.group_size == 1 else 'groups of processes'}"
+    parts = f"{train.batch} packs x {train.accumulation} micro-batches x {readers}"
     vocab = drafter.vocab_size
     lines = {
         "reads": f"{tokens:,.0f} tokens, {tokens / texts.num_tokens:.2g} times the {texts.num_tokens:,} of {rows}",
@@ -289,6 +331,9 @@ def make_plan(
         "free",
         "network": sent,
     }
+    if hardware.num_processes > 1:
+        exchanges = count_exchanges(config, drafter, hardware, run_count.gathered)
+        lines["sent"] = describe_exchanges(exchanges, config.machine, hardware)
     problems = find_problems(config, memory, hardware)
     if disk > hardware.disk:
         problems.append(

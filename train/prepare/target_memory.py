@@ -7,7 +7,7 @@ from specdec.target.model import Target
 from train.prepare import plan
 from train.settings.decide import GB, VOCABULARY_BOUNDS, RunSizes, TextLengths
 from train.settings.hydra_text import compose_options, quote_text
-from train.settings.options import NORM_OPTIONS
+from train.settings.options import fill_arguments
 
 PACK_TOKENS = 2048  # tokens of a pack, as runs on a GPU have at least
 NUM_PACKS = 64  # packs of the data that are assumed
@@ -23,9 +23,8 @@ def count_training_memory(target: Target, head: str, machine: str) -> str:
         [f"head={head}", f"machine={machine}", "plan=true", "run=inspect", f"target.name={quote_text(target.name)}"]
     )
     hardware = plan.find_hardware(options, torch.device("cpu"), 1)
-    norms = {name: True for name in NORM_OPTIONS if name in options.head.drafter}
     vocabulary = min(VOCABULARY_BOUNDS[1], target.vocab_size)
-    sizes = RunSizes("bf16", PACK_TOKENS, 1, vocabulary, 0, options.head.drafter | norms)
+    sizes = RunSizes("bf16", PACK_TOKENS, 1, vocabulary, 0, fill_arguments(options.head.drafter, norms=True))
     texts = TextLengths(numpy.full(NUM_PACKS, PACK_TOKENS), NUM_PACKS, numpy.zeros(0))
     try:
         count = plan.count_run(options, sizes, target, texts, hardware)
