@@ -17,10 +17,12 @@ import pyarrow.compute
 import torch
 from numpy import ndarray
 
+from specdec.core.devices import round_up_power
 from specdec.text.conversations import Row
 
 ENCODED_FILE = "encoded.arrow"  # the file of a source's encoded rows
 MAX_CUT_SHARE = 0.01  # share of rows that are cut, above which a longer pack is worth a warning
+LONG_PACK = 4096  # tokens; in shorter packs rows keep their order, as in earlier versions
 ROWS_PER_CHUNK = 2_000  # rows whose tokens are counted together: a few MB of them
 SCHEMA = pyarrow.schema(
     {
@@ -126,7 +128,7 @@ def pack_first_fit(lengths: Sequence[int], capacity: int) -> ndarray:
     lengths: tokens of each row, none above `capacity`
     A tree over the packs holds the largest room under each node, so a row costs O(log R).
     """
-    leaves = 1 << max(0, len(lengths) - 1).bit_length()
+    leaves = max(1, round_up_power(len(lengths)))
     room = [capacity] * (2 * leaves)  # node i has the children 2i and 2i + 1; the leaves are the packs
     packs = numpy.empty(len(lengths), dtype=numpy.int64)
     for row, length in enumerate(lengths):
@@ -147,13 +149,25 @@ def pack_first_fit(lengths: Sequence[int], capacity: int) -> ndarray:
     return packs
 
 
+def pack_rows(lengths: ndarray, capacity: int) -> ndarray:
+    """The pack of each row, [R], by first fit; of long packs, rows above half a pack first, so that short ones fill up.
+
+    lengths [R]: tokens of each row, none above `capacity`
+    """
+    is_short = lengths <= (capacity / 2 if capacity > LONG_PACK else capacity)
+    order = numpy.argsort(is_short, kind="stable")
+    packs = numpy.empty(len(lengths), dtype=numpy.int64)
+    packs[order] = pack_first_fit(lengths[order].tolist(), capacity)
+    return packs
+
+
 class Packs(torch.utils.data.Dataset):
     """Rows cut to `length` tokens and packed, or one row in each pack. Items are packs for `collate`.
 
     row_numbers: the rows to pack, in this order; a row may occur several times. None: all rows
     fingerprint: 16 hex digits that change with any token, mask or boundary
     num_supervised: the goals of all packs
-    A warning says how many rows were skipped, and cut where they are many. Raises ValueError if no row remains.
+    Raises ValueError if no row remains.
     """
 
     def __init__(self, encoded: EncodedRows, *, length: int, packed: bool = True, row_numbers: ndarray | None = None):
@@ -166,26 +180,30 @@ class Packs(torch.utils.data.Dataset):
 
         # The rows in the order of their packs, and where in them each pack ends, behind a 0
         cut_lengths = numpy.minimum(encoded.lengths[usable], length)
-        pack_of_row = pack_first_fit(cut_lengths.tolist(), length) if packed else numpy.arange(len(cut_lengths))
+        pack_of_row = pack_rows(cut_lengths, length) if packed else numpy.arange(len(cut_lengths))
         self.packed_rows = usable[numpy.argsort(pack_of_row, kind="stable")]
         pack_sizes = numpy.bincount(pack_of_row)
         self.pack_ends = numpy.concatenate([[0], numpy.cumsum(pack_sizes)]).astype(numpy.int64)
         self.fingerprint = self._compute_fingerprint(numpy.repeat(pack_sizes, pack_sizes).tolist())
-        if self.num_skipped or self.num_cut > MAX_CUT_SHARE * len(row_numbers):
+        if not len(self):
+            raise ValueError(f"No row has a supervised token among their first {length}. Raise the length or add data.")
+
+    def warn_of_losses(self) -> None:
+        """Warns of rows that were skipped, of cut ones where they are many, and of answers without supervision."""
+        num_rows = len(self.packed_rows) + self.num_skipped
+        if self.num_skipped or self.num_cut > MAX_CUT_SHARE * num_rows:
             warnings.warn(
-                f"Rows that are cut at {length} tokens: {self.num_cut} of {len(row_numbers)}; skipped, because their "
+                f"Rows that are cut at {self.length} tokens: {self.num_cut} of {num_rows}; skipped, because their "
                 f"prompt alone is that long: {self.num_skipped}. A longer data.length keeps them.",
                 stacklevel=2,
             )
-        if num_left_out := int(encoded.read_column("left_out")[numpy.unique(self.packed_rows)].sum()):
+        if num_left_out := int(self.encoded.read_column("left_out")[numpy.unique(self.packed_rows)].sum()):
             warnings.warn(
                 f"{num_left_out} answers of earlier turns are not supervised: the chat template writes them there "
                 "without their thoughts, or behind another prompt. Give each of these turns as the last one of a row "
                 "of its own.",
                 stacklevel=2,
             )
-        if not len(self):
-            raise ValueError(f"No row has a supervised token among their first {length}. Raise the length or add data.")
 
     def _compute_fingerprint(self, pack_sizes: list[int]) -> str:
         """The digest of all packs. pack_sizes: rows in the pack of each packed row"""

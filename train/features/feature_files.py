@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specdec.core.files import count_free_bytes, describe_write_error, write_text
 from specdec.core.untrusted import read_json
+from specdec.target.fingerprint import describe_outdated, is_outdated
 from specdec.target.model import Target
 
 
@@ -39,6 +40,9 @@ class FeatureFolder:
         }
         if (path / "about.json").exists():
             stored_record = read_json(path / "about.json")
+            if is_outdated(stored_record.get("target")):
+                clause = describe_outdated(f"The cached features in {path} name their target", target.name)
+                raise ValueError(f"{clause}: delete the folder.")
             differences = [] if target.matches(stored_record.get("target")) else ["target"]
             differences += [key for key in ("dtype", "files") if stored_record.get(key) != self.record[key]]
             if not set(self.record["layers"]) <= set(stored_record.get("layers", ())):

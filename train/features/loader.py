@@ -10,6 +10,7 @@ import torch
 
 from specdec.core import devices
 from specdec.target.model import TargetOutput
+from specdec.text.conversations import Row
 from train.data import batches
 from train.data.batches import TrainingBatch
 from train.data.packing import Packs
@@ -17,6 +18,7 @@ from train.features.outputs import FeatureRead, Features, StoredFeatures
 
 Result = TypeVar("Result")
 MICRO_BATCHES_AHEAD = 4  # micro-batches that a server is asked for ahead of the step: one takes it up to four steps
+NUM_LENGTHS, MIN_LENGTH_UNIT = 8, 1024  # lengths of batches, at most, and the tokens between two of them, at least
 TOKENS_AHEAD = 65_536  # tokens of these micro-batches, whose outputs must fit in the memory of the host
 
 
@@ -35,12 +37,16 @@ class Material:
     """The inputs of training steps: packs, and the target's outputs for them."""
 
     packs: Packs
-    length: int  # tokens of a pack
+    length: int  # tokens of a pack, at most
     features: Features | None  # None: the objective reads the target itself
 
-    def collate(self, indices: list[int]) -> TrainingBatch:
-        """Some packs as a batch, on the CPU."""
-        return batches.collate([self.packs[index] for index in indices], length=self.length, pad_token=0)
+    def collate(self, packs: list[list[Row]]) -> TrainingBatch:
+        """Packs as a batch, on the CPU, padded to one of a few lengths: short packs cost less than a long one."""
+        longest = 0
+        for pack in packs:
+            longest = max(longest, sum(len(row.tokens) for row in pack))
+        unit = max(MIN_LENGTH_UNIT, self.length // NUM_LENGTHS)
+        return batches.collate(packs, length=min(self.length, -(-longest // unit) * unit), pad_token=0)
 
     def count_prefetched(self, batch: int) -> int:
         """The number of micro-batches to read ahead. A server answers late, but many texts at once.
@@ -142,7 +148,7 @@ class Loader:
     def _make_micro_batch(self, number: int) -> MicroBatch:
         material, indices = self.material, self.order(*divmod(number, self.accumulation))
         packs = [material.packs[index] for index in indices]
-        batch = batches.collate(packs, length=material.length, pad_token=0)
+        batch = material.collate(packs)
         feature_read = material.features.prefetch(batch) if material.features else None
         row_ids = [row.id for pack in packs for row in pack]
         return MicroBatch(number, row_ids, batch, feature_read)

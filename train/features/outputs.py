@@ -146,7 +146,8 @@ class StoredFeatures:
             for document, states in zip(documents, document_states):
                 if states is None:
                     return None
-                joined[document.batch_index] = torch.cat(states, dim=-1).to(joined.dtype)
+                for part, state in zip(joined[document.batch_index].split(width, dim=-1), states, strict=True):
+                    part.copy_(state)  # layer by layer: files are mapped, so the host holds one copy
 
             # Copy them beside the training: the device may have many steps to do first
             with devices.use_side_stream(device):

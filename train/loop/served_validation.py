@@ -50,6 +50,7 @@ from train.settings.options import ValidationConfig
 from train.show.served import list_lines
 
 BatchPair = tuple[ServedBatch, ServedBatch | None]  # with drafts, and the same requests without
+OF_A_USER = ("speedup_of_a_user", "speedup_of_a_user_ci")
 MIN_PROMPTS = 2  # prompts of a validation, however short the training was: one prompt has no interval
 SERVE_ADVICE = "serve the model that is trained for"
 LOST = (ValueError, OSError, httpx.HTTPError)  # errors of an engine, and of the disk between
@@ -340,38 +341,23 @@ class ServedValidation:
     def _summarise(self, frozen: Head, kind: str, pairs: list[BatchPair]) -> dict[str, Any]:
         """The figures of a load. kind: kind of the engine"""
         batches = [batch for batch, _ in pairs]
+        served = referee.summarise_pairs(pairs, self.measuring.seed, self._questions)
         figures: dict[str, Any] = {
-            "answers": len(referee.list_answers(batches)),
+            "answers": served["answers"],
             "prompts": len({answer.prompt for answer in referee.list_answers(batches)}),
             "failed": list(itertools.chain.from_iterable(batch.failed for batch in batches)),
             "tokens_of_others": sum(max(0, batch.foreign_tokens) for batch in batches),
         }
-        if not figures["answers"]:
+        if not served["answers"]:
             return figures
-        drafts = referee.summarise_drafts(batches, self.measuring.seed, self._questions)
-        figures |= {name: drafts[name] for name in ("tau", "tau_ci", "survival")}
-        return figures | self._summarise_speeds(pairs) | self._compare(draft_as_engine(frozen, kind), batches)
-
-    def _summarise_speeds(self, pairs: list[BatchPair]) -> dict[str, Any]:
-        """The speeds of a load with drafts, and as far as there are plain answers of the same prompts, beside them."""
-        seed = self.measuring.seed
-        speeds = referee.summarise_speed([batch for batch, _ in pairs], seed, self._questions)
-        figures = {
-            "user_tokens_per_second": speeds["tokens_per_second_of_a_user"],
-            "tokens_per_second": speeds["tokens_per_second"],
-        }
-        compared = [(batch, plain) for batch, plain in pairs if plain is not None and plain.answers and batch.answers]
-        if not compared:
-            return figures
-        speedups = referee.summarise_speedup(compared, seed, self._questions)
-        plain_speeds = referee.summarise_speed([plain for _, plain in compared], seed, self._questions)
-        return figures | {
-            "plain_user_tokens_per_second": plain_speeds["tokens_per_second_of_a_user"],
-            "user_speedup": speedups["speedup_of_a_user"],
-            "user_speedup_ci": speedups["speedup_of_a_user_ci"],
-            "speedup": speedups["speedup"],
-            "speedup_ci": speedups["speedup_ci"],
-        }
+        figures |= {name: served[name] for name in ("tau", "tau_ci", "survival")}
+        figures["user_tokens_per_second"] = served["drafted"]["tokens_per_second_of_a_user"]
+        figures["tokens_per_second"] = served["drafted"]["tokens_per_second"]
+        if served["plain"]:
+            figures["plain_user_tokens_per_second"] = served["plain"]["tokens_per_second_of_a_user"]
+            figures["user_speedup"], figures["user_speedup_ci"] = (served[name] for name in OF_A_USER)
+            figures |= {name: served[name] for name in ("speedup", "speedup_ci")}
+        return figures | self._compare(draft_as_engine(frozen, kind), batches)
 
     def _compare(self, head: Head, batches: list[ServedBatch]) -> dict[str, Any]:
         """tau of replay along the answers, the difference, the verdict, and the first round that differs."""

@@ -18,12 +18,13 @@ from specdec.core import files, untrusted
 from specdec.core.resumable import read_rows
 from specdec.heads.base import Head
 from specdec.measuring.report import Report
-from specdec.target.fingerprint import Fingerprint
+from specdec.target.fingerprint import describe_outdated, is_outdated
+from train.data.packing import LONG_PACK
 from train.settings.options import list_fixed_settings, read_settings
 
 NUM_STATES = 2  # states that are kept: if the newest is damaged, the one before it is used
 STEP_OPTIONS = ("train.batch", "train.accumulation", "processes")  # settings whose product is the packs of a step
-LOSS_PREFIX = "head.objective.losses."  # a loss of weight 0 may be one that an earlier version lacked
+LOSS_PREFIX = "head.objective.losses."  # a loss of weight 0 may be one that only one of two versions has
 INPUT_NAMES = {  # digests among the settings of a run
     "data": "the training data",
     "target": "the target",
@@ -38,7 +39,6 @@ class RunFolder:
 
     spec: drafter's class and arguments, as `checkpoint.save` writes them
     settings: settings that a resumed run may not change, by dotted name; `read_state` has the exceptions
-    identity: fingerprint of the target, for comparison with records of earlier versions; None compares digests alone
 
         log.jsonl                         one line for each logged step and each validation
         step_000500/                      a checkpoint, with report.json
@@ -52,7 +52,6 @@ class RunFolder:
     path: Path
     spec: dict
     settings: dict
-    identity: Fingerprint | None = None
 
     def check_start(self, *, resume: bool | str) -> bool:
         """Whether the run has finished, for resume="auto".
@@ -190,8 +189,6 @@ class RunFolder:
 
     def refuse_changes(self, recorded: dict) -> None:
         """Raises ValueError for settings or inputs that differ from the run's start. recorded: the state's settings"""
-        if self.identity is not None and self.identity.matches(recorded.get("target")):
-            recorded = recorded | {"target": self.settings.get("target")}
         recorded = {key: checkpoint.MOVED_CLASSES.get(str(value), value) for key, value in recorded.items()}
         changes = self.find_changes(recorded)
         settings = [f"{key} was {old}, is {new}" for key, old, new in changes if key not in INPUT_NAMES]
@@ -200,23 +197,36 @@ class RunFolder:
                 f"{self.path} was begun with other settings: {'; '.join(settings)}. Resume with the settings it was "
                 "begun with, or start another run=NAME."
             )
-        inputs = [f"{INPUT_NAMES[key]} (digest {old} then, {new} now)" for key, old, new in changes if old and new]
-        if inputs:
-            raise ValueError(
-                f"{self.path} was begun with other inputs: {'; '.join(inputs)}. Put them back as they were, or start "
-                "another run=NAME."
-            )
+        self.refuse_inputs([change for change in changes if change[0] in INPUT_NAMES], recorded)
+
+    def refuse_inputs(self, changes: list[tuple[str, Any, Any]], recorded: dict) -> None:
+        """Raises ValueError for other inputs. changes: see `find_changes`; recorded: the state's settings"""
+        if is_outdated(recorded.get("target")):
+            clause = describe_outdated(f"{self.path} names its target", "the target here")
+            warnings.warn(f"{clause}: if it is another, start another run=NAME.", stacklevel=2)
+            changes = [change for change in changes if change[0] != "target"]
+        inputs = {key: f"{INPUT_NAMES[key]} (digest {old} then, {new} now)" for key, old, new in changes if old and new}
+        if not inputs:
+            return
+        is_reordered = "data" in inputs and recorded.get("data.length", 0) > LONG_PACK
+        older = " Or an earlier version began it, which packed long rows in another order: finish it with that."
+        raise ValueError(
+            f"{self.path} was begun with other inputs: {'; '.join(inputs.values())}. Put them back as they were, or "
+            f"start another run=NAME.{older if is_reordered else ''}"
+        )
 
     def find_changes(self, recorded: dict) -> list[tuple[str, Any, Any]]:
         """Name, recorded value and value of each setting that differs and may not. recorded: the state's settings"""
         same_packs = count_step_packs(recorded) == count_step_packs(self.settings)
         is_free = same_packs or recorded.get("processes") != self.settings.get("processes")
         free_names = STEP_OPTIONS if is_free else ()
+        gone_losses = [key for key in recorded if key.startswith(LOSS_PREFIX) and key not in self.settings]
         changes = []
-        for key, value in self.settings.items():
-            is_new_loss = key.startswith(LOSS_PREFIX) and not value and key not in recorded
-            if recorded.get(key) != value and key not in free_names and not is_new_loss:
-                changes.append((key, recorded.get(key), value))
+        for key in [*self.settings, *gone_losses]:
+            old, new = recorded.get(key), self.settings.get(key)
+            is_unused_loss = key.startswith(LOSS_PREFIX) and not (old or new)
+            if old != new and key not in free_names and not is_unused_loss:
+                changes.append((key, old, new))
         return changes
 
 

@@ -46,6 +46,7 @@ from train.show import run_page
 VOTE_STEPS, VOTE_SECONDS = 20, 5.0
 MIN_MEASURED_PACKS = 8  # packs from which a head measures its inputs, at least
 START_SLOTS = 100_000  # slots that a closed-form start holds in memory, at most; wide targets need more
+MEASURED_SLOTS = 30_000  # slots behind which a head that has no such start reads no further pack to measure its inputs
 # Compared steps over which text tau is taken, at most, and their share of the steps so far. A single batch says little,
 # and the first steps say nothing of a head that has learned since
 TAU_STEPS, TAU_SHARE = 50, 0.25
@@ -106,10 +107,12 @@ class Trainer:
         self.scheduler, self.drafter = scheduler, objective.drafter
         self.depth, self.every_slot, self.supervise = objective.depth, objective.every_slot, objective.supervise
         self.process, self.num_processes = accelerator.process_index, accelerator.num_processes
-        run_settings = {"data": material.packs.fingerprint, "processes": self.num_processes}
+        self.num_groups = self.num_processes // settings.context_parallel  # of processes that read the same packs
+        run_settings = {"data": material.packs.fingerprint, "processes": self.num_groups}
         self.folder = replace(folder, settings={**folder.settings, **run_settings})
         self.saver = StateSaver(self.folder.save_state, every=settings.save_every, minutes=settings.save_minutes)
-        order_settings = settings.seed, settings.batch, settings.accumulation, self.process, self.num_processes
+        group = self.process // settings.context_parallel
+        order_settings = settings.seed, settings.batch, settings.accumulation, group, self.num_groups
         self.order = Order(len(material.packs), *order_settings)
         self.loader = Loader(material, order=self.order, device=accelerator.device, steps=settings.steps)
         self.waiting = Waiting(settings.timeout, accelerator.process_index, accelerator.num_processes)
@@ -172,12 +175,13 @@ class Trainer:
         with_goals: whether goals, which are large, are kept
         """
         depth = 1 if drafter.depth is None else self.depth  # steps of one module start alike
+        enough = max(START_SLOTS, 6 * drafter.target.width) if with_goals else MEASURED_SLOTS
         texts: list[Slots] = []
         for index in progress.track_items(packs, "first packs", unit="packs"):
-            batch = self.material.collate([index]).move_to(self.accelerator.device)
+            batch = self.material.collate([self.material.packs[index]]).move_to(self.accelerator.device)
             text = list_slots(batch, features(batch), depth)
             texts.append(text if with_goals else replace(text, goals=text.goals[:, :0].clone()))
-            if sum(len(text.tokens) for text in texts) > max(START_SLOTS, 6 * drafter.target.width):
+            if sum(len(text.tokens) for text in texts) > enough:
                 break
         return texts
 
@@ -213,9 +217,10 @@ class Trainer:
         progress.print_note(f"Resumed from step {self.step}.")
         if recorded_packs != step_packs:
             print_main(
-                f"The run was begun by {document['about']['processes']} processes and goes on with "
-                f"{self.num_processes}: a step now has {step_packs} packs instead of {recorded_packs}. The order of "
-                "packs goes on; train.batch and train.accumulation could keep the packs of a step."
+                f"The run was begun by {document['about']['processes']} groups of processes and goes on with "
+                f"{self.num_groups}: a step now has {step_packs} packs instead of {recorded_packs}. The order of "
+                "packs goes on; train.batch, train.accumulation and train.context_parallel (processes of a group) "
+                "could keep the packs of a step."
             )
         return True
 
@@ -344,7 +349,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
         # What the step gave.
-        tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * self.num_processes
+        tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * self.num_groups
         rounds = None
         if matches is not None:  # with the drafts of validations, so that both can be compared
             rounds = count_rounds(micro_batches[-1].batch, matches[: self.validation.drafting.depth])
@@ -354,9 +359,8 @@ class Trainer:
         """Forward and backward passes of a step. -> its loss, scalar, and `Loss.matches` of the last micro-batch"""
         accelerator = self.accelerator
         goals = torch.tensor(float(sum(int(micro.batch.goal_mask(self.supervise).sum()) for micro in micro_batches)))
-        num_goals = accelerator.reduce(
-            devices.upload_tensor(goals, accelerator.device), "sum"
-        )  # goals of all processes
+        all_goals = accelerator.reduce(devices.upload_tensor(goals, accelerator.device), "sum")  # of all processes
+        num_goals = all_goals / self.settings.context_parallel  # a group counts each of its goals in all of its members
         losses = []
         for number, micro in enumerate(micro_batches, start=1):
             is_last = number == self.settings.accumulation

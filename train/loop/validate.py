@@ -183,6 +183,7 @@ class Validation:
 
     def replay(self, frozen: Head) -> list[PromptReplay]:
         """Replays of a drafter along the target's answers, by prompt, the same in all processes."""
+        frozen = self.drafting.limit_window(frozen)
         assert isinstance(frozen, Drafter)
         texts = self.texts = self.texts or self._get_answers()
         own_numbers = list(self.group.mine(sort_by_length(range(len(texts)), [text.length for text in texts])))

@@ -79,17 +79,9 @@ class _FusedKL(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, goal: Tensor, goal_rows: Tensor, temperature: float) -> Tensor:
         losses = torch.empty(len(logits), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
         slope = logits.detach()  # in place: no operation that makes logits keeps them
-        _kl_kernel[(len(logits),)](
-            slope,
-            goal,
-            goal_rows,
-            losses,
-            logits.shape[1],
-            logits.stride(0),
-            goal.stride(0),
-            1 / temperature,
-            BLOCK=BLOCK,
-        )
+        sizes = logits.shape[1], logits.stride(0), goal.stride(0), 1 / temperature
+        if len(logits):  # no kernel starts on no rows
+            _kl_kernel[(len(logits),)](slope, goal, goal_rows, losses, *sizes, BLOCK=BLOCK)
         # Not among saved tensors: torch counts their changes, and chunks of one tensor share that count
         ctx.slope = slope
         return losses

@@ -4,7 +4,6 @@
 in docs/methods.md, section 3. Logits are finite, however large.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 TOP_K = 10  # the target's tokens that the loss top_k looks at: K of HASS (2408.15766)
-MIN_OVERLAP = 1e-5  # lower bound of the overlap in nla, whose gradient would else grow without bound
 LOGITS_PER_CHUNK = 2**18  # logits that a CPU works on at a time: 1 MB in float32, which its cache holds
 
 
@@ -40,11 +38,6 @@ class Goals:
     def log_probs(self) -> Tensor:
         """[M, W] log p on the list, not renormalised. Verification compares it with q."""
         return self.logits - self.log_norm[:, None]
-
-    @cached_property
-    def renormalised_log_probs(self) -> Tensor:
-        """[M, W] log p, renormalised over the list."""
-        return self.logits.log_softmax(-1)
 
     @cached_property
     def renormalised_probs(self) -> Tensor:
@@ -125,29 +118,12 @@ def kl(slots: LossSlots) -> Tensor:
     return _KL.apply(slots.logits, slots.goals, slots.temperature)
 
 
-def reverse_kl(slots: LossSlots) -> Tensor:
-    """Reverse KL, sum of q log(q / p), which seeks modes. p is renormalised over the list."""
-    return (slots.log_probs.exp() * (slots.log_probs - slots.goals.renormalised_log_probs)).sum(-1)
-
-
-def jsd(slots: LossSlots) -> Tensor:
-    """Jensen-Shannon divergence: the mean KL of p and of q to their mean. p is renormalised over the list."""
-    log_p, log_q = slots.goals.renormalised_log_probs, slots.log_probs
-    log_mean = torch.logaddexp(log_p, log_q) - math.log(2)
-    return (slots.goals.renormalised_probs * (log_p - log_mean) + log_q.exp() * (log_q - log_mean)).sum(-1) / 2
-
-
 def tv(slots: LossSlots) -> Tensor:
     """Total variation, 1 - sum of min(p, q): the probability that a draft sampled from q is rejected (2211.17192).
 
     Its gradient all but vanishes while q is far from p, so training should not start with it.
     """
     return 1 - overlap(slots)
-
-
-def nla(slots: LossSlots) -> Tensor:
-    """-log of the acceptance (2602.23881). It is constant, without a gradient, below an acceptance of MIN_OVERLAP."""
-    return -overlap(slots).clamp(min=MIN_OVERLAP).log()
 
 
 def ce(slots: LossSlots) -> Tensor:
@@ -190,10 +166,7 @@ def overlap(slots: LossSlots) -> Tensor:
 
 LOSSES = {
     "kl": kl,
-    "reverse_kl": reverse_kl,
-    "jsd": jsd,
     "tv": tv,
-    "nla": nla,
     "ce": ce,
     "top_k": top_k,
     "smooth_l1": smooth_l1,
@@ -202,7 +175,7 @@ LOSSES = {
 }
 
 
-# Further figures of single slots [M], for losses over several depths
+# Further figures of single slots [M], for weights over several depths
 
 
 def probability(slots: LossSlots) -> Tensor:
@@ -212,28 +185,8 @@ def probability(slots: LossSlots) -> Tensor:
     return torch.where(token_ids >= 0, token_probs, 0)
 
 
-# Losses and weights over all depths of S slots, [K, S]. Row d - 1 is depth d of the round that starts at a slot.
+# Weights over all depths of S slots, [K, S]. Row d - 1 is depth d of the round that starts at a slot.
 # `exists` [K, S] bool: a depth of a slot has a supervised token and a guess. All other entries are ignored.
-
-
-def lk(kl: Tensor, overlap: Tensor, exists: Tensor, *, eta: float) -> Tensor:
-    """LK's hybrid (2602.23881) [K, S]: the weight moves from KL to TV as the mean overlap of a depth grows.
-
-    kl, overlap [K, S]. The loss is 0 where `exists` is False.
-    """
-    existing_overlap = torch.where(exists, overlap.detach(), 0)
-    mean_overlap = existing_overlap.sum(1, keepdim=True) / exists.sum(1, keepdim=True).clamp(min=1)  # [K, 1]
-    kl_share = (-eta * mean_overlap).exp()
-    return torch.where(exists, kl_share * kl + (1 - kl_share) * (1 - overlap), 0)
-
-
-def e2e_tv(overlap: Tensor, exists: Tensor) -> Tensor:
-    """Bebop (2606.12370) [S]: the share of K drafts that a round is expected to lose. overlap [K, S]
-
-    A depth that does not exist ends the round, as a rejection does. A slot without any depth has loss 0.
-    """
-    survival = torch.where(exists, overlap, 0).cumprod(0)  # [K, S]
-    return torch.where(exists.any(0), 1 - survival.mean(0), 0)
 
 
 def dpace(probability: Tensor, exists: Tensor, *, smoothing: float = 0.5) -> Tensor:
@@ -244,13 +197,3 @@ def dpace(probability: Tensor, exists: Tensor, *, smoothing: float = 0.5) -> Ten
     """
     survival = torch.where(exists, (1 - smoothing) * probability.detach() + smoothing, 1).cumprod(0)  # [K, S]
     return torch.where(exists, survival.flip(0).cumsum(0).flip(0), 0)
-
-
-def vat(matches: Tensor, exists: Tensor, *, decay: float) -> Tensor:
-    """VAT's weights (2608.30135) [K, S]: 1 up to the first rejection, then decay for each depth.
-
-    matches [K, S] bool: the guess is the text's token. The weight is 0 where `exists` is False.
-    """
-    rejected = (exists & ~matches).cumsum(0) > 0  # from the first rejection on
-    distance = (rejected.cumsum(0) - 1).clamp(min=0)
-    return torch.where(exists, decay**distance, 0)

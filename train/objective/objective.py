@@ -11,13 +11,16 @@ from torch.utils.checkpoint import checkpoint
 
 from specdec.core import fast
 from specdec.core.compile import forget_casts
+from specdec.core.context_parallel import WHOLE_TEXT
 from specdec.core.option_types import (
+    Auto,
     Count,
     NonNegative,
     Options,
     Positive,
     PositiveShare,
     SmallCount,
+    prefix_option_names,
     raise_first,
     read_options,
 )
@@ -31,10 +34,9 @@ from train.objective import losses
 from train.objective.fused import ChunkedLoss, fused_kl, has_kernel
 from train.objective.losses import LOSSES
 
-DEPTH_LOSSES = {"lk", "e2e_tv"}  # losses that combine several slots or depths
 ORIGINAL_LOSS = "original"  # for drafters that adapt their target: KL of the adapted target from the original one
 # Losses that need the target's distribution over all V tokens, not only over the draft vocabulary
-FULL_VOCABULARY_LOSSES = {"tv", "nla", "top_k", "confidence", *DEPTH_LOSSES}
+FULL_VOCABULARY_LOSSES = {"tv", "top_k", "confidence"}
 MIN_LOGITS = 2**27  # logits of all depths at a time, without chunk=: 512 MB in float32. A GPU may have room for more
 BYTES_PER_KL_LOGIT = 24  # free memory for each logit of KL. Its derivative is kept; the step needs most of the memory
 BYTES_PER_LOGIT = 64  # free memory for each logit of other losses. Autograd keeps distributions in float32
@@ -56,7 +58,7 @@ class Loss:
 #   exists     bool: a slot guesses this goal at this depth
 #   pointwise  the weighted sum of the losses of single slots
 #   matches    bool: the guess is the token of the text; only where guesses are compared
-#   kl, overlap (sum of min(p, q)), probability (q(x)): only where a loss in use needs them
+#   probability  q(x): only where the weights need it
 LossTerms = dict[str, Tensor]
 
 
@@ -67,10 +69,8 @@ class ObjectiveOptions(Options):
         the original one. Losses of weight 0 are not computed
     depth: steps of the unroll (EAGLE-3's training-time test)
     decay: weight of a step relative to the one before
-    weighting: decay alone, or the weights of D-PACE or VAT, which follow the survival along the text. VAT uses decay
-        behind the first rejection
+    weighting: decay alone, or the weights of D-PACE, which follow the survival along the text
     temperature: temperature of both distributions in losses on logits
-    eta: sharpness of the LK hybrid's weight
     noise: half-width of the uniform noise on features, EAGLE-1's augmentation
     anchors: slots of a row that run the steps after the first (of a block drafter: its only step); None: all slots
         with a goal
@@ -79,21 +79,21 @@ class ObjectiveOptions(Options):
     supervise: the goals: answers, or text for the tokens of prompts too. The target's distribution is learned there,
         although somebody else wrote the text, so the same answers give more goals
     chunk: goals whose [., W] logits exist at a time, for all depths; None: `count_logits` decides
-    gradient_checkpointing: True: the backward pass computes activations of the unroll again, instead of keeping them
+    gradient_checkpointing: True: the backward pass computes activations of the unroll again, instead of keeping them;
+        auto, before a run has decided: they are kept
     """
 
     losses: dict[str, NonNegative]
     depth: SmallCount
     decay: NonNegative
-    weighting: Literal["decay", "dpace", "vat"]
+    weighting: Literal["decay", "dpace"]
     temperature: Positive
-    eta: NonNegative
     noise: NonNegative
     anchors: Count | None
     chunk: Count | None
     keep: PositiveShare = 1.0
     supervise: Literal["answers", "text"] = "answers"
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Auto = False
 
     @property
     def used_losses(self) -> dict[str, float]:
@@ -102,10 +102,9 @@ class ObjectiveOptions(Options):
 
     def check_drafter(self, drafter: Drafter) -> None:
         """Raises ValueError, with the setting to change, if settings do not fit together or do not fit the drafter."""
-        used, known_losses = self.used_losses, {*LOSSES, *DEPTH_LOSSES, ORIGINAL_LOSS}
+        used, known_losses = self.used_losses, {*LOSSES, ORIGINAL_LOSS}
         token_losses = used.keys() - {"smooth_l1", "confidence", "candidates", ORIGINAL_LOSS}
         is_block_drafter = drafter.context_kind == "block"  # elsewhere step 1 runs on all slots, sampled or not
-        needs_all_depths = not is_block_drafter and ("e2e_tv" in used or self.weighting != "decay")
         depth_options = "num_heads, num_modules or num_drafts"
         depth_advice = f", or change the drafter's {depth_options}"
         if drafter.pretrained:
@@ -136,11 +135,13 @@ class ObjectiveOptions(Options):
             "The loss confidence would judge the logits without the lattice: set the head's confidence to false.": (
                 "confidence" in used and drafter.has_candidates
             ),
-            "e2e_tv, dpace and vat need all depths of a slot: set anchors=null and keep=1.": (
-                needs_all_depths and (self.anchors is not None or self.keep < 1)
+            "dpace needs all depths of a slot: set anchors=null and keep=1.": (
+                self.weighting == "dpace" and not is_block_drafter and (self.anchors is not None or self.keep < 1)
             ),
         }
         raise_first(wrong)
+        with prefix_option_names("head.drafter", only={"window"}):
+            drafter.check_window(self.depth)
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ class Objective(nn.Module):
         decay = options.decay if options.weighting == "decay" else 1.0
         weights = [decay**step for step in range(self.depth)]
         self.shares = [weight / sum(weights) for weight in weights]  # [K]
+        self.text_share = WHOLE_TEXT  # the slots of each text that this process runs
 
     def forward(self, batch: TrainingBatch, output: TargetOutput | None, *, compare: bool = True) -> Loss:
         """The loss of a batch.
@@ -188,8 +190,7 @@ class Objective(nn.Module):
         unrolled = self._unroll(batch, output.features)
 
         # The losses, on the fused path where the weight of each loss is known before its logits
-        compare = compare or self.settings.weighting == "vat"
-        has_fixed_weights = self.settings.weighting == "decay" and not DEPTH_LOSSES & set(self.losses)
+        has_fixed_weights = self.settings.weighting == "decay"
         if has_fixed_weights and torch.is_grad_enabled() and fast.allows("loss", batch.tokens.device):
             terms, total = self._compute_fused(batch, output.final, unrolled, compare)
         else:
@@ -208,6 +209,8 @@ class Objective(nn.Module):
         if "matches" in terms:
             matches = torch.zeros(self.depth, *batch.tokens.shape, dtype=torch.bool, device=total.device)  # [K, B, T]
             matches[:, goal_rows, goal_positions] = terms["matches"]
+            if self.text_share.size > 1:
+                matches = self.text_share.sum(matches.byte()).bool()
         return Loss(total, len(goal_rows), matches)
 
     def _read_adapted(self, batch: TrainingBatch) -> tuple[TargetOutput, TargetOutput]:
@@ -230,8 +233,10 @@ class Objective(nn.Module):
             depth=self.depth,
             max_anchors=options.anchors,
             keep_share=options.keep,
+            share=self.text_share,
         ).move_to(batch.tokens.device)
-        return unroll(self.drafter, batch.tokens, features, plan, gradient_checkpointing=options.gradient_checkpointing)
+        recompute = options.gradient_checkpointing is True
+        return unroll(self.drafter, batch.tokens, features, plan, gradient_checkpointing=recompute)
 
     def _compute_chunks(self, batch: TrainingBatch, final: Tensor, unrolled: UnrollOutput, compare: bool) -> LossTerms:
         """The results of all goals, [K, G] each. They are computed `self.chunk` goals at a time."""
@@ -355,13 +360,9 @@ class Objective(nn.Module):
             yield _compute_padded(partial(self.drafter.loss_logits, d), readout)
 
     def _compute_slot_terms(self, slots: losses.LossSlots) -> LossTerms:
-        """The weighted sum of the losses of single slots, and what losses over several depths need, [m] each."""
+        """The weighted sum of the losses of single slots, and what the weights need, [m] each."""
         weighted = [weight * LOSSES[name](slots) for name, weight in self.losses.items() if name in LOSSES]
         terms = {"pointwise": sum(weighted, slots.goals.log_norm.new_zeros(len(slots.logits)))}
-        if "lk" in self.losses:
-            terms["kl"] = losses.kl(slots)
-        if DEPTH_LOSSES & set(self.losses):
-            terms["overlap"] = losses.overlap(slots)
         if self.settings.weighting == "dpace":
             terms["probability"] = losses.probability(slots)
         return terms
@@ -369,19 +370,13 @@ class Objective(nn.Module):
     def _weigh_losses(self, terms: LossTerms, batch: TrainingBatch, plan: UnrollPlan) -> Tensor:
         """The scalar loss of goals: sums over goals and depths, as if all slots had run."""
         factors = [share / step.slot_share if step.slot_share else 0.0 for share, step in zip(self.shares, plan.steps)]
-        goal_losses = terms["pointwise"]
-        if "lk" in self.losses:
-            hybrid = losses.lk(terms["kl"], terms["overlap"], terms["exists"], eta=self.settings.eta)
-            goal_losses = goal_losses + self.losses["lk"] * hybrid
         weights = torch.stack([factor * exists for factor, exists in zip(factors, terms["exists"])])  # [K, G]
-        if self.settings.weighting == "decay" and "e2e_tv" not in self.losses:
-            return (weights * goal_losses).sum()
-        return self._weigh_slots(terms, weights, goal_losses, batch, plan)
+        if self.settings.weighting == "dpace":
+            weights = weights * self._follow_survival(terms, batch, plan)
+        return (weights * terms["pointwise"]).sum()
 
-    def _weigh_slots(
-        self, terms: LossTerms, weights: Tensor, goal_losses: Tensor, batch: TrainingBatch, plan: UnrollPlan
-    ) -> Tensor:
-        """The scalar loss, with weights or losses that combine several depths of a slot. weights [K, G]"""
+    def _follow_survival(self, terms: LossTerms, batch: TrainingBatch, plan: UnrollPlan) -> Tensor:
+        """D-PACE's weights [K, G]."""
         # The slot of goal g at depth d is d tokens before it; one more slot collects goals without one
         num_rows, length = batch.tokens.shape
         goal_rows, goal_positions = plan.goals.unbind(1)
@@ -393,22 +388,8 @@ class Objective(nn.Module):
             padded = values.new_zeros(self.depth, num_rows * length + 1)
             return padded.scatter(1, slot_indices, values)[:, :-1]
 
-        # Weights that follow the survival of a slot's drafts
-        if self.settings.weighting != "decay":
-            exists = sort_by_slot(terms["exists"])
-            if self.settings.weighting == "dpace":
-                slot_weights = losses.dpace(sort_by_slot(terms["probability"]), exists)
-            else:
-                slot_weights = losses.vat(sort_by_slot(terms["matches"]), exists, decay=self.settings.decay)
-            weights = weights * nn.functional.pad(slot_weights, (0, 1)).gather(1, slot_indices)
-        total = (weights * goal_losses).sum()
-
-        # The loss of whole rounds
-        if "e2e_tv" in self.losses:
-            share = plan.steps[-1].slot_share or 1.0
-            slot_losses = losses.e2e_tv(sort_by_slot(terms["overlap"]), sort_by_slot(terms["exists"])) / share
-            total = total + self.losses["e2e_tv"] * slot_losses.sum()
-        return total
+        slot_weights = losses.dpace(sort_by_slot(terms["probability"]), sort_by_slot(terms["exists"]))
+        return nn.functional.pad(slot_weights, (0, 1)).gather(1, slot_indices)
 
 
 def _join_terms(groups: list[LossTerms], join: Callable[[list[Tensor]], Tensor]) -> LossTerms:

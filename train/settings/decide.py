@@ -6,18 +6,20 @@ it is the same run on another machine.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import numpy
 from numpy import ndarray
 
+from specdec import checkpoint
 from specdec.core.option_types import format_value, read_options
 from specdec.core.precision import AUTO, DtypeChoice
 from specdec.options.config_files import fill, flatten
-from train.settings.options import NORM_OPTIONS, RunConfig, RunOptions
+from train.settings.options import CHECKPOINTING, NORM_OPTIONS, RunConfig, RunOptions
 
 UNCUT_SHARE = 0.995  # share of the rows that a pack must hold whole
-MIN_LENGTH, MAX_LENGTH = {"cpu": 512, "cuda": 2048}, {"cpu": 4096, "cuda": 16384}  # tokens of a pack
+MIN_LENGTH = {"cpu": 512, "cuda": 2048}  # tokens of a pack, at least
+MAX_CPU_LENGTH = 4096  # tokens of a pack on a CPU, at most: a step takes a minute
 LENGTH_MULTIPLE = 64  # tokens: lengths of packs are rounded up to a multiple
 GPU_BATCH_TOKENS = 8192  # tokens of a micro-batch on a GPU, at most (docs/gpu.md)
 CPU_BATCH_TOKENS = 1024  # tokens of a micro-batch on a CPU, at most: larger ones are no faster
@@ -38,6 +40,7 @@ VALIDATION_SECONDS = 600.0  # seconds of training between two validations
 VALIDATION_BOUNDS = (4, 20)  # validations of a run, at least and at most
 SHORT_RUN_STEPS = 50  # steps below which the speed of the device is not measured
 GB = 1e9
+STEP_MARGIN = 0.95  # a step's memory is linear in its length, and some of it stays
 MEMORY_SHARE = 0.92  # share of a device's memory that may be planned: the allocator loses the rest between tensors
 PRECISION_BY_DTYPE = {"bfloat16": "bf16", "float32": "fp32"}  # precision of training by dtype of the device
 
@@ -47,12 +50,21 @@ PRECISION_BY_DTYPE = {"bfloat16": "bf16", "float32": "fp32"}  # precision of tra
 
 @dataclass(frozen=True)
 class Hardware:
-    """The devices of a run. device: cpu or cuda; memory: bytes of a device; disk: free bytes"""
+    """The devices of a run. device: cpu or cuda; memory: bytes of a device; disk: free bytes
+
+    group_size: processes that divide each text
+    """
 
     device: str
     num_processes: int
     memory: float
     disk: float
+    group_size: int = 1
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of processes that read packs of their own."""
+        return max(1, self.num_processes // self.group_size)
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,10 @@ class TextLengths:
 
 @dataclass(frozen=True)
 class RunSizes:
-    """The decisions on which memory and speed of a run depend. drafter: `head.drafter`"""
+    """The decisions on which memory and speed of a run depend.
+
+    drafter: `head.drafter`; recompute: whether the backward pass computes activations again
+    """
 
     precision: str
     length: int
@@ -94,6 +109,7 @@ class RunSizes:
     vocab_size: int | None
     solve_packs: int
     drafter: dict
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,6 +172,9 @@ class Facts(Protocol):
     def pack_rows(self, length: int) -> TextLengths:
         """The data in packs of this length. Raises ValueError for a length that the target cannot read."""
 
+    def cut_rows(self, length: int) -> TextLengths:
+        """The data cut to fewer tokens, for counts, with the fewest packs that can hold it."""
+
     def count_memory(self, sizes: RunSizes) -> Memory | None:
         """Bytes of one process; None for heads and targets that cannot be counted."""
 
@@ -196,7 +215,7 @@ def decide(options: RunOptions, facts: Facts) -> Decided:
     texts, sizes, size_decisions = fit_memory(options, facts, target, precision[0].value, length)
     features = decide_features(options, facts.hardware, texts, sizes.batch, bytes_per_token=facts.count_features())
     pace = facts.measure_pace(sizes) if needs_pace(options) else Pace()
-    cost = Cost(pace, texts.num_tokens, facts.hardware.num_processes, cached=features.value == "cached")
+    cost = Cost(pace, texts.num_tokens, facts.hardware.num_groups, cached=features.value == "cached")
     steps, tokens = decide_steps(options, facts.hardware, texts, cost, sizes.batch)
     decisions = [*precision, *size_decisions, *validation, features, *steps, *decide_start(options, tokens)]
     return Decided(read_options(RunConfig, apply_decisions(options, decisions)), decisions)
@@ -205,6 +224,11 @@ def decide(options: RunOptions, facts: Facts) -> Decided:
 def apply_decisions(options: RunOptions, decisions: list[Decision]) -> dict:
     """The options as a document, with these decisions in place of auto."""
     return fill(options.document(), {decision.name: decision.value for decision in decisions})
+
+
+def list_arguments(decisions: list[Decision]) -> dict[str, Any]:
+    """Arguments of a class, by their own names."""
+    return {decision.name.rpartition(".")[2]: decision.value for decision in decisions}
 
 
 def choose_value(options: RunOptions, name: str, value: Any, reason: str) -> Decision:
@@ -226,23 +250,24 @@ def decide_precision(options: RunOptions, facts: Facts) -> list[Decision]:
 def decide_length(options: RunOptions, hardware: Hardware, lengths: ndarray, target: TargetFacts) -> Decision:
     """The tokens of a pack. lengths [R]: tokens of each row"""
     on_gpu = hardware.device == "cuda"
-    shortest, upper = MIN_LENGTH[hardware.device], MAX_LENGTH[hardware.device]
+    shortest = MIN_LENGTH[hardware.device]
     quantile = int(numpy.quantile(lengths, UNCUT_SHARE, method="higher")) if len(lengths) else shortest
     lower = shortest
     if on_gpu:
         share = (
-            aim_step_tokens(options, max(1, int(lengths.sum())) * MAX_EPOCHS) / hardware.num_processes
+            aim_step_tokens(options, max(1, int(lengths.sum())) * MAX_EPOCHS) / hardware.num_groups
         )  # tokens of a step in one process
         lower = min(max(shortest, 2 ** round(math.log2(share))), GPU_BATCH_TOKENS)
     if not target.packed:  # the rest of a pack would be padding
         lower = LENGTH_MULTIPLE
-    length = min(max(lower, -(-quantile // LENGTH_MULTIPLE) * LENGTH_MULTIPLE), upper)
-    limit = f"from {lower:,} to {upper:,} on {describe_device(hardware)}"
+    wanted = -(-quantile // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+    length, limit = max(lower, wanted), f"at least {lower:,} on {describe_device(hardware)}; " if wanted < lower else ""
+    if not on_gpu and length > MAX_CPU_LENGTH:
+        length, limit = MAX_CPU_LENGTH, f"at most {MAX_CPU_LENGTH:,} on a CPU, for the time; "
     if target.max_positions is not None and target.max_positions < length:
-        length = target.max_positions
-        limit = f"the target reads at most {length:,}"
+        length, limit = target.max_positions, f"the target reads at most {target.max_positions:,}; "
     cut = int((lengths > length).sum())
-    reason = f"{UNCUT_SHARE:.1%} of {len(lengths):,} rows have at most {quantile:,} tokens; {limit}; cut: {cut:,}"
+    reason = f"{UNCUT_SHARE:.1%} of {len(lengths):,} rows have at most {quantile:,} tokens; {limit}cut: {cut:,}"
     return choose_value(options, "data.length", length, reason)
 
 
@@ -266,46 +291,76 @@ def decide_validation(options: RunOptions, hardware: Hardware, max_drafts: int) 
 def fit_memory(
     options: RunOptions, facts: Facts, target: TargetFacts, precision: str, length: Decision
 ) -> tuple[TextLengths, RunSizes, list[Decision]]:
-    """Decides length, vocabulary and batch. Batch, then length, are halved while the run is too large for the memory.
+    """Decides length, vocabulary, batch, and what is computed again, so that the run fits into the memory.
 
     -> packs, sizes, decisions. Raises ValueError if the run cannot fit.
     """
-    texts = facts.pack_rows(length.value)
+    packed_length, texts = length.value, facts.pack_rows(length.value)
     vocabulary = decide_vocabulary(options, texts, target.vocab_size)
     start = decide_start(options, count_tokens_to_read(options, texts, batch=1))  # said with the steps
-    batch = decide_batch(options, facts.hardware, texts, length.value)
-    start_options = {decision.name.rpartition(".")[2]: decision.value for decision in start}
+    start_options = list_arguments(start)
     solve_packs = start_options.pop("solve_packs")
+    chosen = [length, decide_batch(options, facts.hardware, texts, length.value)]
+    if CHECKPOINTING in options.head.objective:
+        chosen.append(choose_value(options, f"head.objective.{CHECKPOINTING}", False, ""))
+    decisions = {decision.name: decision for decision in chosen}
     while True:
-        sizes = RunSizes(
-            precision, length.value, batch.value, vocabulary.value, solve_packs, options.head.drafter | start_options
-        )
-        decisions = [length, vocabulary, batch]
-        memory = facts.count_memory(sizes)
-        if memory is None or memory.fits(facts.hardware):
-            return texts, sizes, decisions
-        halved = halve_sizes(options, memory, facts.hardware, sizes)
-        if halved is None:
-            if options.plan:
-                return texts, sizes, decisions
-            decided_options = read_options(RunOptions, apply_decisions(options, [*decisions, *start]))
-            (problem,) = find_problems(decided_options, memory, facts.hardware)
-            raise ValueError(f"This run does not fit: {problem} plan=true shows what it needs.")
-        if halved.name == batch.name:
-            batch = halved
-        else:
-            length, texts = halved, facts.pack_rows(halved.value)
+        tokens, batch, *recompute = (decision.value for decision in decisions.values())
+        window = decide_window(options, texts, target.max_drafts)
+        drafter = options.head.drafter | start_options | list_arguments(window)
+        sizes = RunSizes(precision, tokens, batch, vocabulary.value, solve_packs, drafter, recompute == [True])
+        size_decisions = [*decisions.values(), *window, vocabulary]
+        smaller = find_smaller_step(options, facts, sizes, [*size_decisions, *start])
+        if smaller is not None:
+            decisions[smaller.name] = smaller
+            texts = facts.cut_rows(decisions[length.name].value)
+        elif tokens == packed_length:
+            return texts, sizes, size_decisions
+        else:  # packed once, and counted with the packs
+            packed_length, texts = tokens, facts.pack_rows(tokens)
 
 
-def halve_sizes(options: RunOptions, memory: Memory, hardware: Hardware, sizes: RunSizes) -> Decision | None:
-    """Half the batch or half the length; None if neither is auto or neither would help."""
-    reason = f"{memory} were too much for {hardware.memory / GB:.1f} GB"
-    if memory.starts_too_large(hardware) or memory.fixed > MEMORY_SHARE * hardware.memory:
+def find_smaller_step(options: RunOptions, facts: Facts, sizes: RunSizes, decisions: list[Decision]) -> Decision | None:
+    """What a run that does not fit into the memory lowers next; None: it fits, or it is a plan, which says so.
+
+    decisions: decisions behind `sizes`. Raises ValueError if nothing helps.
+    """
+    memory = facts.count_memory(sizes)
+    if memory is None or memory.fits(facts.hardware):
         return None
+    smaller = shrink_step(options, memory, facts.hardware, sizes)
+    if smaller is None and not options.plan:
+        refuse_run(options, memory, facts.hardware, decisions)
+    return smaller
+
+
+def refuse_run(options: RunOptions, memory: Memory, hardware: Hardware, decisions: list[Decision]) -> NoReturn:
+    """Raises ValueError: the run of these decisions does not fit."""
+    decided_options = read_options(RunOptions, apply_decisions(options, decisions))
+    (problem,) = find_problems(decided_options, memory, hardware)
+    raise ValueError(f"This run does not fit: {problem} plan=true shows what it needs.")
+
+
+def shrink_step(options: RunOptions, memory: Memory, hardware: Hardware, sizes: RunSizes) -> Decision | None:
+    """Half the batch, or activations that are computed again, or the length that fits; None if none is auto or helps.
+
+    memory: bytes of a run with `sizes`, too many for the device
+    """
+    room = MEMORY_SHARE * hardware.memory - memory.fixed
+    if memory.starts_too_large(hardware) or room < 0:
+        return None
+    reason = f"{memory} were too much for {hardware.memory / GB:.1f} GB"
     if options.train.batch == AUTO and sizes.batch > 1:
         return Decision("train.batch", sizes.batch // 2, reason)
-    if options.data.length == AUTO and sizes.length > MIN_LENGTH[hardware.device]:
-        return Decision("data.length", sizes.length // 2, reason)
+    # A block drafter has one step, and its loss needs more than its activations
+    is_block_drafter = getattr(options.head.drafter_class, "context_kind", None) == "block"
+    is_open = options.head.objective.get(CHECKPOINTING) == AUTO
+    if is_open and not sizes.recompute and not is_block_drafter:
+        return Decision(f"head.objective.{CHECKPOINTING}", True, reason)
+    shortest = MIN_LENGTH[hardware.device]
+    if options.data.length == AUTO and sizes.length > shortest:
+        fitting = int(STEP_MARGIN * sizes.length * room / memory.step) // LENGTH_MULTIPLE * LENGTH_MULTIPLE
+        return Decision("data.length", max(shortest, min(fitting, sizes.length - LENGTH_MULTIPLE)), reason)
     return None
 
 
@@ -388,12 +443,37 @@ def decide_start(options: RunOptions, tokens: float) -> list[Decision]:
     return [*decisions, solved]
 
 
+def decide_window(options: RunOptions, texts: TextLengths, max_drafts: int) -> list[Decision]:
+    """The window of a head: no text of training is longer, so training is as without one.
+
+    max_drafts: drafts of the head in a row, at most
+    It exceeds the drafts of a round, and the steps of training. A checkpoint keeps its window unless that is the
+    longest text of its own training, in all layers.
+    """
+    drafter, depths = options.head.drafter, (max_drafts, options.decode.depth, options.head.objective.get("depth"))
+    shortest = 1 + max(depth for depth in depths if isinstance(depth, int))
+    longest = max(shortest, int(texts.lengths.max(initial=2)))
+    value = cast(int | None, longest)
+    if options.start is not None:
+        start = checkpoint.resolve(options.start)
+        document, trained_length = checkpoint.read_document(start), checkpoint.find_trained_length(start)
+        window, is_uniform = document.get("window"), not document.get("full_layers")
+        is_kept = window is None or window != trained_length or not is_uniform
+        value = None if is_kept else max(window or 0, longest)
+    reason = "" if value is None else f"a layer sees at most as many positions as in training: {value:,}"
+    decisions = [choose_value(options, "head.drafter.window", value, reason)] if "window" in drafter else []
+    if "window_causal" in drafter:  # without a window, full_causal holds
+        is_causal = drafter["window"] != AUTO or drafter.get("full_causal", False)
+        decisions.append(choose_value(options, "head.drafter.window_causal", is_causal, ""))
+    return decisions
+
+
 def decide_batch(options: RunOptions, hardware: Hardware, texts: TextLengths, length: int) -> Decision:
     """The packs of a micro-batch."""
     upper = max(1, (GPU_BATCH_TOKENS if hardware.device == "cuda" else CPU_BATCH_TOKENS) // length)
     accumulation = options.train.accumulation
     times = 1 if isinstance(accumulation, str) else accumulation
-    aim = aim_step_tokens(options, count_tokens_to_read(options, texts, batch=1)) / times / hardware.num_processes
+    aim = aim_step_tokens(options, count_tokens_to_read(options, texts, batch=1)) / times / hardware.num_groups
     batch = min(upper, max(1, round(aim / texts.pack_tokens)))
     reason = f"packs of {length:,} tokens at once on {describe_device(hardware)}"
     return choose_value(options, "train.batch", batch, reason)
@@ -408,7 +488,7 @@ class Cost:
 
     pace: Pace
     text_tokens: int
-    num_processes: int
+    num_groups: int
     cached: bool
 
     def count_seconds(self, tokens: float, step_tokens: float) -> float:
@@ -416,7 +496,7 @@ class Cost:
         read = min(tokens, self.text_tokens) if self.cached else tokens
         return (
             read * self.pace.read + tokens * self.pace.step
-        ) / self.num_processes + tokens / step_tokens * self.pace.update
+        ) / self.num_groups + tokens / step_tokens * self.pace.update
 
     def find_affordable_share(self, tokens: float, step_tokens: float, limit: float) -> float:
         """The largest share of the tokens that takes at most `limit` seconds, by bisection."""
@@ -466,9 +546,9 @@ def decide_steps(
     train, is_open = options.train, isinstance(options.train.steps, str)
     tokens_to_read, pack_tokens = (
         count_tokens_to_read(options, texts, batch),
-        batch * hardware.num_processes * texts.pack_tokens,
+        batch * hardware.num_groups * texts.pack_tokens,
     )
-    lower = count_min_step_tokens(cost.pace, hardware.num_processes)
+    lower = count_min_step_tokens(cost.pace, hardware.num_groups)
     read_again = f"1 to {MAX_EPOCHS}, fewer for more than {ENOUGH_TOKENS / MAX_EPOCHS / 1e6:,.0f} M tokens"
     epochs = choose_value(options, "train.epochs", float(count_epochs(options, texts)), read_again)
     hours = decide_hours(options, hardware)
@@ -498,11 +578,11 @@ def decide_steps(
     return [epochs, hours, accumulation, steps, validations], tokens
 
 
-def count_min_step_tokens(pace: Pace, num_processes: int) -> float:
+def count_min_step_tokens(pace: Pace, num_groups: int) -> float:
     """The tokens of a step, at least, for which the optimizer's update is a small part of the step."""
     return max(
         STEP_TOKEN_BOUNDS[0],
-        min(PASS_TO_UPDATE_RATIO * pace.update * num_processes / max(1e-9, pace.read + pace.step), MAX_UPDATE_TOKENS),
+        min(PASS_TO_UPDATE_RATIO * pace.update * num_groups / max(1e-9, pace.read + pace.step), MAX_UPDATE_TOKENS),
     )
 
 

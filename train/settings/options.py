@@ -30,6 +30,7 @@ from specdec.core.option_types import (
     Text,
     Texts,
     Whole,
+    Window,
     find_group,
     find_options,
     list_choices,
@@ -39,13 +40,16 @@ from specdec.core.option_types import (
 )
 from specdec.core.precision import AUTO
 from specdec.decoding.drafting import Drafting
-from specdec.heads.base import Head
+from specdec.heads.base import Drafter, Head
 from specdec.options.config_files import fill, flatten
 from specdec.proposers.growth import Children
 from specdec.text.messages import check_template
 
 THIS_MACHINE = "here"  # name of the machine that train.py runs on, in conf/machine
-NORM_OPTIONS = ("norm_features", "norm_output")  # options of a head's class that a run decides
+NORM_OPTIONS = ("norm_features", "norm_output")
+DECIDED_ARGUMENTS = (*NORM_OPTIONS, "window", "window_causal")  # arguments of a head's class that a run may decide
+ShareSize = Annotated[int, Field(ge=2, le=1024)]  # processes of a group
+CHECKPOINTING = "gradient_checkpointing"  # option of an objective's class that a run decides
 Weights = Annotated[dict, Field(min_length=1)]  # weights of the sources by name
 
 
@@ -56,7 +60,7 @@ class RunTargetOptions(Options):
     revision: Text | None
     dtype: Literal["auto", "bfloat16", "float32", "float16", "float64"]
     device: Annotated[Text | None, FREE]
-    shard: Annotated[bool, FREE]
+    shard: Annotated[bool | ShareSize, FREE]  # processes that hold a target together; True: all
     trust_remote_code: Annotated[bool, FREE]
     tried: Annotated[Text | None, FREE] = None  # place where this project ran it; None: never run
     # Variables of its chat template, with their values, the default first; None: not known
@@ -84,7 +88,9 @@ class MachineOptions(Options):
     disk: Positive | None = None  # free GB
     flops: Positive | None = None  # TFLOP/s of a device in bfloat16, at best
     bandwidth: Positive | None = None  # GB/s of a device's memory
-    network: Positive | None = None  # GB/s from an engine to a process
+    network: Positive | None = None  # GB/s from an engine, or from another node, to a process
+    nodes: SmallCount = 1  # machines, with equal numbers of processes
+    link: Positive | None = None  # GB/s between the devices of a node, in one direction
 
 
 class DataOptions(Options):
@@ -117,6 +123,7 @@ class RunDraftingOptions(Options):
     rule: Literal["token", "block"]
     compile: bool | None
     cuda_graphs: bool | None
+    window: Window | None
 
 
 class RunDraftingConfig(RunDraftingOptions):
@@ -128,6 +135,12 @@ class AdapterOptions(Options):
 
     lr: NonNegative
     delay: Whole  # steps in which the head learns alone
+
+
+def fill_arguments(drafter: dict, *, norms: bool = False) -> dict:
+    """`head.drafter` with values in place of auto, for a head that no run decides: it has no window."""
+    values = dict.fromkeys(NORM_OPTIONS, norms) | {"window": None, "window_causal": True}
+    return drafter | {name: value for name, value in values.items() if drafter.get(name) == AUTO}
 
 
 class HeadOptions(Options):
@@ -146,8 +159,7 @@ class HeadOptions(Options):
 
     @model_validator(mode="after")
     def check_classes(self) -> Self:
-        drafter = {name: value for name, value in self.drafter.items() if name not in NORM_OPTIONS or value != AUTO}
-        _check_arguments(self.drafter_class, drafter, "head.drafter.")
+        _check_arguments(self.drafter_class, fill_arguments(self.drafter), "head.drafter.")
         _check_arguments(pkgutil.resolve_name(self.objective["_target_"]), self.objective, "head.objective.")
         adapts = self.drafter_class.adapts_target and self.adapter is None
         raise_first(
@@ -226,6 +238,7 @@ class TrainOptions(Options):
     seed: Seed
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None  # decay of the average of the weights; None: no average
     patience: Annotated[Count | None, FREE] = None  # validations without a rise that end training; None: any number
+    context_parallel: Annotated[SmallCount, FREE] = 1  # processes of a group that divides each text
 
     @property
     def norm_limit(self) -> float:
@@ -312,6 +325,9 @@ class RunOptions(Options):
         start, urls, adapts = self.start_vocab, self.features.urls, self.adapts_target
         here = "for which the target must be in this process: use features.mode=online."
         engine, baseline = self.validation.engine, self.validation.baseline
+        size, head = self.train.context_parallel, self.head.drafter["_target_"]
+        head_class = self.head.drafter_class
+        is_divided = issubclass(head_class, Drafter) and getattr(head_class, "context_kind", "path") != "text"
         served, shared, new = f"features.engine={urls}:", "target.shard=true:", self.start is None and start != "keep"
         wrong = {
             f"start_vocab={start} is for a checkpoint that is trained further: give start=, too.": new,
@@ -325,8 +341,11 @@ class RunOptions(Options):
             f"{served} target.shard=true keeps the target's layers in these processes, {here}": urls
             and self.target.shard,
             # The target's layers are in parts
-            f"{shared} head={self.head.drafter['_target_']} changes the target, which must then be whole in each "
+            f"{shared} head={head} changes the target, which must then be whole in each "
             "process: set target.shard=false.": self.target.shard and adapts,
+            # Processes divide texts
+            f"train.context_parallel={size}: head={head} reads whole texts, so processes cannot divide them: leave it "
+            "out.": size > 1 and (adapts or not is_divided),
         }
         raise_first(wrong)
         return self
@@ -352,8 +371,8 @@ class RunOptions(Options):
             lower.append(f"train.batch={train.batch} (raise train.accumulation={train.accumulation} as much)")
         if getattr(self.head.drafter_class, "depth", 0) is None:
             lower.append(f"head.objective.depth={objective['depth']}")
-        if objective.get("gradient_checkpointing") is False:
-            give.append("head.objective.gradient_checkpointing=true")
+        if objective.get(CHECKPOINTING) is False:
+            give.append(f"head.objective.{CHECKPOINTING}=true")
         if self.start is None and self.head.vocab_size is None:
             give.append("head.vocab_size=32000")
         if self.target.device is None and not self.features.urls:
@@ -391,7 +410,8 @@ def list_auto_options() -> list[str]:
     final = list_fields(RunConfig)
     fields = list_fields(RunOptions).items()
     names = [name for name, field in fields if AUTO in {*list_choices(field)} - {*list_choices(final[name])}]
-    return [*names, *(f"head.drafter.{name}" for name in NORM_OPTIONS)]
+    arguments = [f"head.drafter.{name}" for name in DECIDED_ARGUMENTS]
+    return [*names, *arguments, f"head.objective.{CHECKPOINTING}"]
 
 
 LENGTH_OPTIONS = (
@@ -443,6 +463,8 @@ def fill_from_record(options: RunOptions, record: dict) -> RunOptions:
     """The options of a resumed run, with the decisions of its first launch in place of auto. record: its config.yaml"""
     document, recorded = options.document(), flatten(record)
     is_open = {name for name, value in flatten(document).items() if value == AUTO}
+    if recorded:  # runs of earlier versions, whose heads had no such option
+        recorded.setdefault("head.drafter.window", None)
     values = {name: recorded[name] for name in list_auto_options() if name in is_open and name in recorded}
     return read_options(RunOptions, fill(document, values))
 

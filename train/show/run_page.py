@@ -12,6 +12,7 @@ from specdec import checkpoint
 from specdec.core.resumable import read_rows
 from specdec.measuring.certainty import Gain, rate_gains
 from specdec.measuring.charts import ChartCurve, chart_bars, chart_lines, format_number
+from specdec.measuring.contexts import list_context_sections
 from specdec.measuring.page import KEY, Section, Table, Verdict, format_figure, write_page
 from specdec.measuring.report import TAU, Report, describe_losslessness
 from train.show import data_law
@@ -87,6 +88,7 @@ def list_sections(report: Report, log: Sequence[dict], facts: dict[str, Any], ru
         ),
         Section("Answers", body=colour_answers(report.samples)),
         Section("Drafts", charts=chart_drafts(report)),
+        *list_context_sections({"replayed": report.replayed_contexts, "decoded": report.contexts}),
         Section("By category", table=tabulate("category", report.by_category)),
         Section("By tag", table=tabulate("tag", report.by_tag)),
         Section("The run", texts=[more_data] if more_data else [], charts=chart_log(log)),
