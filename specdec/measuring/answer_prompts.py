@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +10,18 @@ import rich.console
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from specdec import loading
-from specdec.core import progress
+from specdec.core import extensions, progress
 from specdec.core.compile import Runner
-from specdec.core.option_types import BatchSize, Count, Options, PositiveShare, Seed, Text, prefix_option_names
+from specdec.core.option_types import (
+    BatchSize,
+    Count,
+    Options,
+    PositiveShare,
+    Seed,
+    Text,
+    prefix_option_names,
+    raise_first,
+)
 from specdec.core.resumable import Resumable, digest_bytes, open_resumable
 from specdec.core.sampling import Sampling
 from specdec.core.wording import format_count
@@ -39,7 +48,10 @@ class AnswerDecodeOptions(Options):
 
 
 class AnswerOptions(Options):
-    prompts: Text
+    prompts: Text | None
+    suite: Text | None
+    subset: Text | None
+    lengths: Text | None
     out: OutputFile
     split: Text | None
     limit: Count | None
@@ -51,6 +63,10 @@ class AnswerOptions(Options):
     seed: Seed
     target: TargetOptions
     decode: AnswerDecodeOptions
+
+
+# (options, tokenizer, template arguments) -> rows of a generated suite, as of reading.load_prompts
+GenerateRows = Callable[[AnswerOptions, PreTrainedTokenizerBase, dict[str, Any]], list[dict]]
 
 
 def read_distinct_temperatures(text: str) -> list[float]:
@@ -116,36 +132,69 @@ def check_prompts(record: Resumable, jobs: list[AnswerJob], source: str) -> None
             )
 
 
-def answer_prompts(options: AnswerOptions, console: rich.console.Console) -> None:
-    """Writes the answers that out= lacks. Raises ValueError for settings other than those of the answers in it."""
+def answer_prompts(options: AnswerOptions, console: rich.console.Console, generate: GenerateRows | None = None) -> None:
+    """Writes the answers that out= lacks. Raises ValueError for settings other than those of the answers in it.
+
+    generate: maker of the questions of suite=; None: there is none
+    """
     try:
-        write_missing_answers(options, console)
+        write_missing_answers(options, console, generate)
     except KeyboardInterrupt:
         text = f"Stopped. The answers in {options.out} are kept; run the same command again to continue."
         raise KeyboardInterrupt(text) from None
 
 
-def write_missing_answers(options: AnswerOptions, console: rich.console.Console) -> None:
-    """Writes the answers that out= lacks, and prints how many were written. Raises ValueError as `answer_prompts`."""
-    if options.target.name is None:
-        raise ValueError("target.name= must name the model that answers: a folder or a Hub name.")
+def find_source(options: AnswerOptions, generate: GenerateRows | None) -> str:
+    """The name of what is answered. Raises ValueError for no source, for two, and for one not to be trained on."""
+    named = [options.prompts, options.suite]
+    raise_first(
+        {
+            "Give prompts=, rows to answer, or suite=ruler, not both.": named.count(None) != 1,
+            f"suite= needs {extensions.PACKAGE}/tools/suites.": options.suite and generate is None,
+            "subset= and lengths= are of suite=ruler: leave them out.": options.prompts
+            and (options.subset or options.lengths),
+            "split= is of prompts=: leave it out, as suite=ruler has its own questions to train on.": options.suite
+            and options.split,
+        }
+    )
+    if options.prompts is None:
+        return f"suite={options.suite}"
     reading.check_trainable(options.prompts)  # answers are to be trained on
-    temperatures = read_distinct_temperatures(options.decode.temperature)
-    tokenizer = load_tokenizer(str(options.target.name), trust_remote_code=options.target.trust_remote_code)
-    stop = read_stop_tokens(tokenizer, options.target)
+    return options.prompts
+
+
+def read_prompts(
+    options: AnswerOptions, tokenizer: PreTrainedTokenizerBase, template: dict[str, Any], generate: GenerateRows | None
+) -> list[dict]:
+    """The rows to answer. Raises ValueError if there are none."""
+    if options.prompts is None:
+        assert generate is not None
+        return generate(options, tokenizer, template)
     prompts = reading.load_prompts(options.prompts, split=options.split, limit=options.limit)
     if not prompts:
         raise ValueError(
             f"There are no prompts in {options.prompts}: give a file with some, and a limit= of 1 or more."
         )
+    return prompts
+
+
+def write_missing_answers(options: AnswerOptions, console: rich.console.Console, generate: GenerateRows | None) -> None:
+    """Writes the answers that out= lacks, and prints how many were written. Raises ValueError as `answer_prompts`."""
+    if options.target.name is None:
+        raise ValueError("target.name= must name the model that answers: a folder or a Hub name.")
+    source = find_source(options, generate)
+    temperatures = read_distinct_temperatures(options.decode.temperature)
+    tokenizer = load_tokenizer(str(options.target.name), trust_remote_code=options.target.trust_remote_code)
+    stop = read_stop_tokens(tokenizer, options.target)
     template = loading.read_template(options.template, tokenizer)
+    prompts = read_prompts(options, tokenizer, template, generate)
     jobs = list_jobs(tokenizer, prompts, temperatures, template)
     recorded = {
         "target": options.target.name,
         "seed": options.seed,
         "dtype": options.target.dtype_here if options.engine is None else None,
         "engine": None if options.engine is None else "server",
-        "prompts": options.prompts,
+        "prompts": source,
         "temperature": ",".join(f"{value:g}" for value in temperatures),
         "top_p": options.decode.top_p,
         "max_new_tokens": options.max_new_tokens,
@@ -155,7 +204,7 @@ def write_missing_answers(options: AnswerOptions, console: rich.console.Console)
         finished = {row.get("id") for row in answers.rows}
         if None in finished:
             raise ValueError(f"{options.out} has rows without an id, so it was not written by this command. {ADVICE}")
-        check_prompts(answers, jobs, options.prompts)
+        check_prompts(answers, jobs, source)
         vocabulary, _ = data.find_vocabulary(tokenizer, len(tokenizer))
         answers.check_inputs(
             tokenizer_or_chat_template=digest_bytes(repr([vocabulary, tokenizer.chat_template]).encode())
@@ -182,6 +231,8 @@ def append_answers(
     """
     ends: Counter[str] = Counter()
     with progress.start_task("answering", len(missing), unit="answers") as task:
+        num_tokens = sum(len(job.tokens) for job in missing)
+        progress.expect_tokens(read=num_tokens, written=writer.settings.max_new_tokens * len(missing))
         for group in writer.write(missing):
             answers.append(*(make_row(*pair, **origin) for pair in group))
             ends.update(answer.finish for _, answer in group)

@@ -4,6 +4,7 @@ This project's decoder (`OwnDecoder`) or a server (engines.answers.AnswerServer)
 and yields groups of answered jobs. Validation replays `HeldoutAnswers`: plain ones, which later runs find again.
 """
 
+import itertools
 import json
 import time
 from collections.abc import Iterable, Iterator
@@ -22,7 +23,7 @@ from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.engines.answers import AnswerJob, AnswerSettings, WrittenAnswer, make_answer
 from specdec.engines.engine_target import EngineTarget
-from specdec.measuring.measure import seeded_generator
+from specdec.measuring.measure import limit_rows, seeded_generator
 from specdec.target.model import Target
 from specdec.text import reading
 from specdec.text.conversations import Prompt
@@ -53,11 +54,19 @@ class OwnDecoder:
         for job in ordered:
             with reading.name_location(", ".join(filter(None, (job.location, f"prompt {job.id}")))):
                 plain.check([job.tokens], self.settings.max_new_tokens)
-        for temperature in sorted({job.temperature for job in ordered}):
-            yield from self._answer([job for job in ordered if job.temperature == temperature])
+        ordered.sort(key=lambda job: job.temperature)
+        for (_, num_rows), group in itertools.groupby(
+            ordered, lambda job: (job.temperature, limit_rows(self.batch, len(job.tokens)))
+        ):
+            yield from self._answer(list(group), num_rows)
+            if num_rows < self.batch:
+                self.runner.memories.clear()  # K and V for another number of rows
 
-    def _answer(self, jobs: list[AnswerJob]) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
-        """Yields answered jobs of one temperature in their order. An early answer waits for those before it."""
+    def _answer(self, jobs: list[AnswerJob], num_rows: int) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
+        """Yields answered jobs of one temperature in their order. An early answer waits for those before it.
+
+        num_rows: jobs that are answered at once
+        """
 
         def make_generator(number: int) -> torch.Generator:
             seed = self.settings.seed_of(jobs[number].id, bits=56)
@@ -67,10 +76,10 @@ class OwnDecoder:
         sampling = Sampling(jobs[0].temperature, top_p=settings.top_p)
         decoder = Decoder(self.target, None, sampling=sampling, stop=stop, runner=self.runner)
         prompts = [job.tokens for job in jobs]
-        decoder.expect(max(map(len, prompts)) + settings.max_new_tokens, batch_size=self.batch)
+        decoder.expect(max(map(len, prompts)) + settings.max_new_tokens, batch_size=num_rows)
         waiting_answers: dict[int, list[int]] = {}
         num_finished = 0
-        answers = decoder.answers(prompts, settings.max_new_tokens, batch_size=self.batch, generator=make_generator)
+        answers = decoder.answers(prompts, settings.max_new_tokens, batch_size=num_rows, generator=make_generator)
         for number, answer in answers:
             waiting_answers[number] = answer.tokens[0]
             finished = []
@@ -100,7 +109,7 @@ class HeldoutAnswers:
     runner: Runner = field(default_factory=lambda: Runner(None, cuda_graphs=None))
 
     def get(self, prompts: list[Prompt], group: Group) -> tuple[list[list[int]], float]:
-        """The answers, stored or written now, and the longest seconds that HELDOUT_ROWS of them took to write.
+        """The answers, stored or written now, and the longest seconds that a batch of them took to write.
 
         All processes call it together, and share the writing.
         """
@@ -118,35 +127,43 @@ class HeldoutAnswers:
         stored = group.share(_read_stored(path, key, len(prompts)) if group.main else None)
         if stored is not None:
             return stored
-        decoder = self._make_decoder(prompts)  # measures the mode of passes before the answers' seconds
-        written = []
-        starts = group.mine(range(0, len(prompts), HELDOUT_ROWS))
-        for start in progress.track_items(
-            starts,
-            "answers of the target",
-            unit="prompts",
-            size=lambda start: min(HELDOUT_ROWS, len(prompts) - start),
-        ):
-            start_time = time.perf_counter()
-            tokens = [prompt.tokens for prompt in prompts[start : start + HELDOUT_ROWS]]
-            written.append((start, self._write(decoder, start, tokens), time.perf_counter() - start_time))
+        batches = {start: prompts[start : start + num] for start, num in split_heldout(prompts).items()}
+        decoder = self._make_decoder(batches.values())  # measures the mode of passes before the answers' seconds
+        written = self._write_groups(decoder, {start: batches[start] for start in group.mine(list(batches))})
         self.runner.memories.clear()  # K and V of many rows
-        groups = sorted(group.gather(written))
-        answers = [answer for _, answers_of_group, _ in groups for answer in answers_of_group]
-        seconds = max(seconds_of_group for *_, seconds_of_group in groups)
+        gathered = sorted(group.gather(written))
+        answers = [answer for _, answers_of_group, _ in gathered for answer in answers_of_group]
+        seconds = max(seconds_of_group for *_, seconds_of_group in gathered)
         if group.main:
             document = {"about": key, "answers": answers, "seconds": seconds, "digest": _digest_json(answers)}
             files.cache_document(path, document, "The target's answers to held-out prompts")
         return answers, seconds
 
-    def _make_decoder(self, prompts: list[Prompt]) -> Decoder | None:
-        """A plain decoder for these prompts; None with an engine"""
+    def _make_decoder(self, batches: Iterable[list[Prompt]]) -> Decoder | None:
+        """A plain decoder for these batches; None with an engine"""
         if self.engine is not None:
             return None
         decoder = Decoder(self.target, None, sampling=self.sampling, stop=self.stop, runner=self.runner)
-        longest = max(len(prompt.tokens) for prompt in prompts)
-        decoder.expect(longest + self.max_new_tokens, batch_size=HELDOUT_ROWS)
+        for batch in batches:
+            longest = max(len(prompt.tokens) for prompt in batch)
+            decoder.expect(longest + self.max_new_tokens, batch_size=len(batch))
         return decoder
+
+    def _write_groups(
+        self, decoder: Decoder | None, groups: dict[int, list[Prompt]]
+    ) -> list[tuple[int, list[list[int]], float]]:
+        """-> number of the first prompt, answers and seconds of each group. groups: prompts by number of the first"""
+        prompts = list(itertools.chain.from_iterable(groups.values()))
+        num_tokens = sum(len(prompt.tokens) for prompt in prompts)
+        tracked = progress.track_items(
+            groups.items(), "answers of the target", unit="prompts", size=lambda pair: len(pair[1])
+        )
+        written = []
+        for start, group in progress.track_tokens(tracked, read=num_tokens, written=self.max_new_tokens * len(prompts)):
+            start_time = time.perf_counter()
+            answers = self._write(decoder, start, [prompt.tokens for prompt in group])
+            written.append((start, answers, time.perf_counter() - start_time))
+        return written
 
     def _write(self, decoder: Decoder | None, start: int, prompts: list[list[int]]) -> list[list[int]]:
         """The answers to one group of prompts. decoder: None with an engine; start: number of the first prompt"""
@@ -157,6 +174,19 @@ class HeldoutAnswers:
                 prompts, sampling=self.sampling, max_new_tokens=self.max_new_tokens, stop=self.stop, seed=seed
             )
         return decoder.generate(prompts, self.max_new_tokens, generator=seeded_generator(self.target, seed)).tokens
+
+
+def split_heldout(prompts: list[Prompt]) -> dict[int, int]:
+    """The rows of each batch of held-out prompts, by the number of its first one.
+
+    The prompts alone decide them, as sampled answers depend on them. Only HELDOUT_ROWS beside a long prompt are fewer.
+    """
+    num_rows: dict[int, int] = {}
+    for start in range(0, len(prompts), HELDOUT_ROWS):
+        neighbours = prompts[start : start + HELDOUT_ROWS]
+        limit = limit_rows(HELDOUT_ROWS, max(len(prompt.tokens) for prompt in neighbours))
+        num_rows |= dict.fromkeys(range(start, start + len(neighbours), limit), limit)
+    return num_rows
 
 
 def _read_stored(path: Path, key: dict, num: int) -> tuple[list[list[int]], float] | None:

@@ -15,6 +15,7 @@ from specdec.core import files
 from specdec.core.wording import format_count
 from specdec.measuring import records
 from specdec.measuring.charts import chart_intervals
+from specdec.measuring.contexts import AXES
 from specdec.measuring.page import Section, Table, write_page
 from specdec.measuring.record import Absence, Record, RecordedLoad
 from specdec.measuring.records import BUSY, CHECKS, PLAIN, Check, FieldDifference, RecordFiles
@@ -33,7 +34,8 @@ KEY = (
     "machine busy: other programs took this share of it, so no speeds may be compared",
     "[1]: the note of this number below the table says what may not be compared with cells without it",
 )
-BEHIND_NUMBER = re.compile(r"\D.*", re.DOTALL)  # in the name of a bucket
+RANGE = re.compile(r"(\d*)(?:-(\d*))?")  # first and last number in the name of a bucket
+OVERLAP = "Groups overlap, as older records have wider ones: compare rows within the same group only."
 MARKUP = {  # of the parts of a cell
     "strong": Markup("<b>{}</b>"),
     "small": Markup("<small>{}</small>"),
@@ -41,7 +43,13 @@ MARKUP = {  # of the parts of a cell
     "text": Markup("{}"),
 }
 MARKDOWN_FORMS = {"strong": "**{}**", "small": "{}", "link": "[record]({})", "text": "{}"}  # likewise
-GROUPS = {"category": "category", "prompt_tokens": "tokens of the prompt", "answer_tokens": "tokens of the answer"}
+GROUPS = {
+    "category": "category",
+    "context": AXES["context"],
+    "answer": AXES["answer"],
+    "prompt_tokens": "tokens of the prompt",
+    "answer_tokens": "tokens of the answer",
+}
 
 
 @dataclass(frozen=True)
@@ -117,8 +125,11 @@ class BoardTable:
         ]
         for kind, name in GROUPS.items():
             table = self._tabulate_groups(kind)
-            if len(table.heads) > 4:  # one group alone is the table above
-                sections.append(Section(f"{self.title}: tau by {name}", table=table))
+            ranges = [find_range(head) for head in table.heads[3:]]
+            overlaps = any(end >= start for (_, end, _), (start, _, _) in itertools.pairwise(ranges))
+            if len(ranges) > 1:  # one group alone is the table above
+                points = [OVERLAP] if overlaps and kind != "category" else []
+                sections.append(Section(f"{self.title}: tau by {name}", table=table, points=points))
         if any(len(record.loads) > 1 for record in self.records.values()):
             sections.append(Section(f"{self.title}: all loads", table=records.tabulate_records(self.records)))
         return [*sections, Section(f"{self.title}: notes", points=[*records.describe_notes(self.records)])]
@@ -221,7 +232,7 @@ class BoardTable:
     def _tabulate_groups(self, kind: str) -> Table:
         """tau of the groups of answers, at the first load of a record. kind: key of GROUPS"""
         names = {name for record in self.records.values() for name in getattr(record.by, kind)}
-        order = sorted(names, key=lambda name: (int(BEHIND_NUMBER.sub("", name) or 0), name))
+        order = sorted(names, key=find_range)
         rows = []
         for record in filter(operator.attrgetter("drafter"), self.records.values()):
             groups = getattr(record.by, kind)
@@ -251,6 +262,13 @@ class BoardNote:
         condition, field = self.difference.condition, records.shorten_field(self.difference.field)
         spoiled = condition.spoiled[0].lower() + condition.spoiled[1:]
         return f"{field} {self.value} against {self.usual}: {spoiled} may be compared, as {condition.reason}."
+
+
+def find_range(name: str) -> tuple[float, float, str]:
+    """First and last number of a group of answers, and its name, by which groups are ordered."""
+    numbers = RANGE.match(name)
+    assert numbers is not None  # it may be empty
+    return float(numbers[1] or 0), float(numbers[2] or "inf"), name
 
 
 def is_of_drafter(absence: Absence, record: Record) -> bool:

@@ -1,14 +1,19 @@
-"""Verdicts: whether a gain is certain, in a sentence, and how many answers would make it so."""
+"""Bootstrap intervals, and verdicts: whether a gain is certain, and how many answers would make it so."""
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from specdec.core.wording import format_count
 
 # Answers below which nothing is certain: in simulated draws a 95 % bootstrap interval over 2, 5 and 8 answers holds the
 # true value in 49, 84 and 88 % of them
 MIN_ANSWERS = 8
+RESAMPLES = 1000  # draws of a bootstrap; their own error of a bound is then about 2 % of the interval's width
 MAX_ANSWERS = 1000  # most answers that a verdict advises
 MIN_SPEEDUP = 1.05  # lower bound of the speedup's interval for the answer yes: plain decoding is simpler to serve
 STANDARD_ERRORS = 1.96  # half of a 95 % interval in standard errors, of a normal distribution
@@ -75,3 +80,22 @@ def describe_need(gain: Gain, bound: float, error: float, unit: str) -> str:
     unit_size = 10 ** max(0, math.floor(math.log10(max(1.0, num))) - 1)  # two digits are known at best
     quantity = "About" if gain.num >= MIN_ANSWERS else "At least"
     return f"{quantity} {max(MIN_ANSWERS, math.ceil(num / unit_size) * unit_size)} {unit} would tell"
+
+
+# Intervals
+
+
+def draw_questions(num: int, seed: int) -> Iterator[Tensor]:
+    """Yields the draws of a bootstrap: `num` indices of questions, [num], RESAMPLES times."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(RESAMPLES):
+        yield torch.randint(num, (num,), generator=generator)
+
+
+def find_bounds(estimates: Iterable[float]) -> list[float]:
+    """The bounds of the 95 % percentile interval; [nan, nan] where estimates are nearly always nan."""
+    values = sorted(value for value in estimates if not math.isnan(value))  # a draw may have no round
+    if len(values) < 2:
+        return [math.nan, math.nan]
+    cuts = statistics.quantiles(values, n=40)
+    return [cuts[0], cuts[-1]]

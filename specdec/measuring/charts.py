@@ -6,7 +6,7 @@ A series of one point is no chart: its figure stands in a table. Legends stand b
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +65,13 @@ def format_number(value: float) -> str:
     return f"{value:,.4g}" if size >= 100 else f"{value:.3g}"
 
 
-def chart_lines(curves: Sequence[ChartCurve], *, x: str, y: str, title: str) -> Markup:
-    """A chart of the curves with MIN_POINTS or more over common axes; empty without any. x, y: names of the axes"""
+def chart_lines(
+    curves: Sequence[ChartCurve], *, x: str, y: str, title: str, log_ticks: Mapping[float, str] | None = None
+) -> Markup:
+    """A chart of the curves with MIN_POINTS or more over common axes; empty without any. x, y: names of the axes
+
+    log_ticks: labels by their places on a logarithmic x axis; None: the x axis is linear
+    """
     curves = [curve for curve in curves if len(curve.points) >= MIN_POINTS]
 
     def plot(axes: Any) -> None:
@@ -77,8 +82,12 @@ def chart_lines(curves: Sequence[ChartCurve], *, x: str, y: str, title: str) -> 
             line.set_linestyle((0, dashes) if dashes else "solid")
             if curve.spans:
                 axes.vlines(xs, *zip(*curve.spans), color=line.get_color(), linewidth=1.4)
-        is_whole = all(float(point[0]).is_integer() for curve in curves for point in curve.points)
-        axes.xaxis.get_major_locator().set_params(integer=is_whole)
+        if log_ticks:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks([*log_ticks], [*log_ticks.values()])
+        else:
+            is_whole = all(float(point[0]).is_integer() for curve in curves for point in curve.points)
+            axes.xaxis.get_major_locator().set_params(integer=is_whole)
         axes.set(xlabel=x, ylabel=y)
 
     return _draw_figure(plot, [curve.name for curve in curves], title=title, dashes=DASHES) if curves else Markup()

@@ -29,7 +29,14 @@ from specdec.measuring.questions import MeasureOptions, Question, QuestionSet
 from specdec.measuring.report import measure_tau_difference, summarise_by_category
 from specdec.measuring.results import Entry, Measurement
 from specdec.measuring.results_page import write_results
-from specdec.measuring.runs import ComparedHead, describe_weights, find_head_folders, load_heads, open_shared_target
+from specdec.measuring.runs import (
+    ComparedHead,
+    describe_weights,
+    find_head_folders,
+    list_long_prompts,
+    load_heads,
+    open_shared_target,
+)
 from specdec.options import decoding, proposers
 from specdec.options.command_types import MEMORY, OutputFolder, ProposerSettings
 from specdec.options.decoding import DecodeOptions
@@ -96,7 +103,12 @@ def evaluate(options: EvaluateOptions, question_set: QuestionSet, predict: Predi
     out = Path(options.out)
     loading.use_threads(out / "settings.json")
     comparison = prepare_comparison(options, question_set)
+    heads = {head.name: head for head in comparison.head_of_method.values()}.values()
+    prompts = [
+        question_set.make_prompt(question, 0, [], comparison.opened.tokenizer) for question in question_set.questions
+    ]
     notes = question_set.list_notes(comparison.head_folders)
+    notes += list_long_prompts(heads, [len(prompt.tokens) for prompt in prompts])
     for note in notes:
         progress.print_note(note)
     recorded = {name: value for name, value in comparison.settings.items() if name != "fingerprint"}
@@ -128,7 +140,7 @@ def prepare_comparison(options: EvaluateOptions, question_set: QuestionSet) -> C
             "There is nothing to measure: give checkpoint=checkpoints/a,checkpoints/b, or proposers=ngram,suffix, or "
             "both."
         )
-    heads = load_heads(options.checkpoint, options.target)
+    heads = load_heads(options.checkpoint, options.target, draftings[0])
     opened = open_shared_target(heads, options.target, head=options.proposer_settings.get("checkpoint"))
     if options.auto and len(heads) == 1 and not names and not heads[0].drafter.adapts_target and not shapes:
         names = proposers.AUTO
@@ -338,6 +350,11 @@ def make_entries(
         notes.append(
             f"T={sampling.temperature:g}, batch {batch}: {format_count(missing, 'later turn')} did not fit: left out"
         )
+    if comparison.question_set.has_right_answers:
+        stop = comparison.base_settings.stop
+        answers = {row["prompt"]["id"]: read_answer(row, comparison.opened, stop) for row in finished_rows}
+        counts = comparison.question_set.count_right_answers(answers)
+        notes.append(f"T={sampling.temperature:g}, batch {batch}: expected values in the target's answers: {counts}")
     results_by_method = {method.name: decode_results(finished_rows, method) for method in comparison.methods}
     reference = results_by_method[comparison.methods[0].name]
     context = statistics.mean(len(result.prompt.tokens) + len(result.plain.tokens[0]) / 2 for result in reference)

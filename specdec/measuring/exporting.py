@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from specdec import loading
 from specdec.core import progress
-from specdec.core.option_types import Text, describe_unknown_choice, raise_first
+from specdec.core.option_types import Text, Window, describe_unknown_choice, raise_first
 from specdec.core.wording import format_count
 from specdec.export.engines import FORMATS, ExportForm, make_form
 from specdec.heads.base import Drafter, Head
@@ -24,6 +24,7 @@ class ExportOptions(ShareOptions):
     out: Annotated[Text | None, OUTPUT_FOLDER]
     format: Text
     merged_target: Text | None
+    window: Window | None
 
     @model_validator(mode="after")
     def check_output(self) -> "ExportOptions":
@@ -31,6 +32,9 @@ class ExportOptions(ShareOptions):
             {
                 "push= shares the checkpoint as it is: leave format= and merged_target= out.": (
                     self.push is not None and (self.merged_target is not None or self.format != "safetensors")
+                ),
+                f"window={self.window} is written into what an engine reads: give the format= of one, too.": (
+                    self.window is not None and self.format in ("safetensors", "published")
                 ),
                 "base_model=, private= and dry_run= are of push=user/name: give that, too, or leave them out.": (
                     self.push is None and (self.base_model is not None or self.private or self.dry_run)
@@ -57,8 +61,8 @@ def export_checkpoint(options: ExportOptions) -> None:
             return
     if not isinstance(drafter, Drafter):
         raise ValueError(f"{options.checkpoint} is only an adapter of its target: give merged_target=DIR.")
-    form = make_form(drafter, options.format)
-    provenance = read_provenance(options, loaded, drafter.target)
+    form = make_form(drafter.with_window(options.window), options.format)
+    provenance = read_provenance(options, loaded, drafter.target, limited=options.window is not None)
     num_drafts = form.limit_drafts(provenance.num_drafts)
     if options.num_drafts not in (None, num_drafts):
         reason = "a block is drafted whole" if form.whole_block else "it has no more steps"

@@ -11,10 +11,12 @@ from specdec.core.answer_text import StopStrings
 from specdec.core.compile import Runner
 from specdec.core.constraint import Constraint, unpack_masks
 from specdec.core.generation import Generation
+from specdec.core.progress import track_tokens
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Drafter, Head
+from specdec.measuring.contexts import AnswerContexts, count_contexts, count_decoded
 from specdec.proposers.base import Proposer
 from specdec.target.model import Target
 from specdec.text.conversations import Prompt
@@ -23,6 +25,8 @@ from specdec.unroll import replay
 # Prompts of a group are decoded side by side; a group has GROUP_BATCHES batches, or fewer of batches above LARGE_BATCH.
 # Rows are empty only at the end of a group, so larger groups keep batches full, and smaller ones are finished earlier.
 GROUP_BATCHES, LARGE_GROUP_BATCHES, LARGE_BATCH = 4, 2, 8
+LONG_PROMPT = 2048  # tokens; longer prompts are decoded in smaller groups, which take less memory and end sooner
+WARM_UP_PROMPT = 1024  # last tokens of a prompt that warms up
 WARM_UP_TOKENS = 8  # tokens of the answer before the first timed one; enough to compile every pass
 FROZEN = "the frozen target"  # name of plain decoding with a target that no head has changed
 Item = TypeVar("Item")
@@ -36,13 +40,15 @@ class PromptReplay:
     replayed_rounds: float  # expected rounds of drafting along the answer
     replayed_accepted: list[float]  # [K] expected rounds that accept at least d drafts
     candidates: list[list[float]] | None = None  # [4, K] as in replay.Replay
+    contexts: AnswerContexts | None = None  # expected rounds by context
 
 
 def make_prompt_replay(prompt: Prompt, text_replay: replay.Replay) -> PromptReplay:
     """The replay along one text, as numbers for JSON."""
     num_rounds, accepted = text_replay.expected_rounds
-    candidates = text_replay.candidates
-    return PromptReplay(prompt, num_rounds, accepted.tolist(), None if candidates is None else candidates.tolist())
+    candidates = None if text_replay.candidates is None else text_replay.candidates.tolist()
+    contexts = count_contexts(prompt.question_id, len(prompt.tokens), text_replay.rounds.list_starts())
+    return PromptReplay(prompt, num_rounds, accepted.tolist(), candidates, contexts)
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,12 @@ class PromptResult:
     def num_emitted(self) -> int:
         """Tokens that the rounds of the drafted answer emitted."""
         return sum(self.drafted.accepted[0]) + self.num_rounds
+
+    @property
+    def contexts(self) -> AnswerContexts:
+        """Rounds of the drafted answer by context."""
+        emitted = [num + 1 for num in self.drafted.accepted[0]]
+        return count_decoded(self.prompt.question_id, len(self.prompt.tokens), emitted)
 
 
 @dataclass(frozen=True)
@@ -127,12 +139,15 @@ def measure(
     decoders = make_decoders(methods, settings, earlier=earlier)
     for decoder in decoders.values():
         check_prompts(decoder, prompts, settings.max_new_tokens, source=source)
-    longest = max(longest, *(len(prompt.tokens) for prompt in prompts))
+    lengths = [len(prompt.tokens) for prompt in prompts]
+    longest = max(longest, *lengths)
     warm_up(decoders.values(), prompts[0], longest, settings)
     for method in methods:
         method.proposer.reset_history()
     numbered_prompts = list(zip(numbers or range(len(prompts)), prompts, strict=True))
-    for pairs in progress(split_prompts(numbered_prompts, settings.batch)):
+    groups = split_prompts(numbered_prompts, settings.batch, longest=longest)
+    num_written = settings.max_new_tokens * len(prompts)
+    for pairs in track_tokens(progress(groups), read=sum(lengths), written=num_written, times=len(decoders)):
         group = [prompt for _, prompt in pairs]
         generations = decode_side_by_side(
             decoders,
@@ -155,7 +170,8 @@ def warm_up(decoders: Iterable[Decoder], prompt: Prompt, longest: int, settings:
     for decoder in decoders:
         decoder.expect(longest + settings.max_new_tokens, batch_size=settings.batch)
         generator = seeded_generator(decoder.target, settings.seed)
-        decoder.generate([prompt.tokens], min(WARM_UP_TOKENS, settings.max_new_tokens), generator=generator)
+        tokens = prompt.tokens[-WARM_UP_PROMPT:]
+        decoder.generate([tokens], min(WARM_UP_TOKENS, settings.max_new_tokens), generator=generator)
 
 
 def make_decoders(
@@ -203,14 +219,25 @@ def check_prompts(decoder: Decoder, prompts: Iterable[Prompt], max_new_tokens: i
             raise ValueError(f"{prefix}prompt {prompt.id}: {error}") from None
 
 
+def limit_rows(batch: int, length: int) -> int:
+    """The rows of a batch of prompts of `length` tokens: all, or the power of two that keeps to LONG_PROMPT a row."""
+    num_rows = max(1, batch * LONG_PROMPT // length)
+    return batch if num_rows >= batch else 1 << (num_rows.bit_length() - 1)
+
+
 def fill_batch(items: list[Item], batch: int) -> list[Item]:
     """The items, repeated where there are fewer than run at once."""
     return list(itertools.islice(itertools.cycle(items), max(len(items), batch)))
 
 
-def split_prompts(items: list[Item], batch: int) -> list[list[Item]]:
-    """Groups of items for `decode_side_by_side`: single items, or several batches, nearly equal in size."""
+def split_prompts(items: list[Item], batch: int, *, longest: int = 0) -> list[list[Item]]:
+    """Groups of items for `decode_side_by_side`: single items, or several batches, nearly equal in size.
+
+    longest: tokens of the longest prompt
+    """
     num_batches = LARGE_GROUP_BATCHES if batch > LARGE_BATCH else GROUP_BATCHES
+    if longest > LONG_PROMPT:
+        num_batches = 1
     size = 1 if batch == 1 else num_batches * batch
     num_groups = max(1, round(len(items) / size))
     borders = [index * len(items) // num_groups for index in range(num_groups + 1)]

@@ -225,10 +225,18 @@ def _name_shape(report: Report) -> str:
     return report.shape or f"chain of {len(report.survival or [])}"
 
 
-def read_provenance(options: CardOptions, loaded: loading.LoadedHead, target: Target) -> Provenance:
-    """The provenance of a loaded checkpoint. `data` of the options replaces the data in the record of the run."""
+def read_provenance(
+    options: CardOptions, loaded: loading.LoadedHead, target: Target, *, limited: bool = False
+) -> Provenance:
+    """The provenance of a loaded checkpoint. `data` of the options replaces the data in the record of the run.
+
+    limited: whether the head gets another window
+    """
     run_facts = checkpoint.read_facts(loaded.folder)
-    document = checkpoint.read_document(loaded.folder) | {"reads_layers": list(loaded.drafter.target_layers)}
+    document = checkpoint.read_document(loaded.folder) | {
+        "reads_layers": list(loaded.drafter.target_layers),
+        "window_advice": "" if limited else checkpoint.advise_window(loaded.folder),
+    }
     data_facts = run_facts.get("data")
     train_source = str(data_facts["train"]) if isinstance(data_facts, dict) and "train" in data_facts else None
     return Provenance.read(

@@ -1,11 +1,13 @@
 """Questions that a target answers, and the form in which they are asked."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import model_validator
 from transformers import PreTrainedTokenizerBase
 
 from specdec import loading
@@ -30,8 +32,18 @@ class QuestionOptions(Options):
     accept_licence: bool
     prompts: Text | None
     split: Text | None
+    lengths: Text | None
     template: TemplateSettings
     limit: Count | None
+    target: TargetOptions
+
+    @model_validator(mode="after")
+    def check_suite(self) -> "QuestionOptions":
+        of_suites = self.subset or self.lengths or self.accept_licence
+        raise_first(
+            {"subset=, lengths= and accept_licence= are of suite=: give it, too.": of_suites and self.suite is None}
+        )
+        return self
 
 
 class MeasureOptions(QuestionOptions):
@@ -41,7 +53,6 @@ class MeasureOptions(QuestionOptions):
     ignore_stop: bool
     seed: Seed
     verbose: bool
-    target: TargetOptions
 
 
 @dataclass(frozen=True)
@@ -140,6 +151,21 @@ class QuestionSet:
         if self.chat == "target" and tokenizer is not None and tokenizer.chat_template:
             return f"chat template {digest_bytes(repr(tokenizer.chat_template).encode())}"
         return "bare text"
+
+    @property
+    def has_right_answers(self) -> bool:
+        """Whether the values of right answers are known."""
+        return bool(self.questions) and all("expected" in question.turns[0] for question in self.questions)
+
+    def count_right_answers(self, answers: Mapping[str, str]) -> str:
+        """The number of values of right answers that the target's have, by category. answers: texts by question's id"""
+        num_values: Counter[str] = Counter()
+        num_right: Counter[str] = Counter()
+        for question in self.questions:
+            values = question.turns[0]["expected"]
+            num_values[question.category] += len(values)
+            num_right[question.category] += sum(value in answers.get(question.id, "") for value in values)
+        return ", ".join(f"{category} {num_right[category]} of {num}" for category, num in num_values.items())
 
     def list_notes(self, heads: Mapping[str, Path]) -> list[str]:
         """Sentences on differences from the publication, and on heads that were trained on questions.

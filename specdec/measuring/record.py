@@ -126,12 +126,18 @@ class RecordedGroup(Options):
 
     prompts: Whole
     tau: Figure
+    rounds: Whole | None = None  # rounds of the group; None in older records, and where answers are grouped
 
 
 class RecordedGroups(Options):
     category: dict[str, RecordedGroup] = {}
-    prompt_tokens: dict[str, RecordedGroup] = {}  # groups by bucket, such as "0-255"
-    answer_tokens: dict[str, RecordedGroup] = {}  # likewise
+    # Rounds by bucket, such as "256-511"
+    context: dict[str, RecordedGroup] = {}  # tokens before a round
+    answer: dict[str, RecordedGroup] = {}  # tokens of the answer before a round
+    ungrouped: Text | None = None  # reason why the server's rounds are in no bucket
+    # Whole answers by bucket: where there is this reason, and in older records
+    prompt_tokens: dict[str, RecordedGroup] = {}
+    answer_tokens: dict[str, RecordedGroup] = {}
 
 
 class RecordedDifference(Options):

@@ -13,8 +13,19 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint, loading
 from specdec.core import progress
-from specdec.core.option_types import Count, NonNegative, Options, Seed, SmallCount, Text, Whole
+from specdec.core.option_types import (
+    Count,
+    NonNegative,
+    Options,
+    Seed,
+    SmallCount,
+    Text,
+    Whole,
+    Window,
+    prefix_option_names,
+)
 from specdec.core.sampling import Sampling
+from specdec.decoding.drafting import Drafting
 from specdec.engines.engine_target import EngineTarget
 from specdec.heads.base import Drafter
 from specdec.measuring import results
@@ -31,10 +42,17 @@ from specdec.measuring.report import (
 )
 from specdec.measuring.results import Entry, Measurement
 from specdec.measuring.results_page import write_results
-from specdec.measuring.runs import ComparedHead, describe_weights, find_head_folders, load_heads, open_shared_target
+from specdec.measuring.runs import (
+    ComparedHead,
+    describe_weights,
+    find_head_folders,
+    list_long_prompts,
+    load_heads,
+    open_shared_target,
+)
 from specdec.options.command_types import MEMORY, OutputFolder, TemplateSettings
 from specdec.options.target import TargetOptions
-from specdec.target.fingerprint import describe_difference
+from specdec.target.fingerprint import describe_difference, describe_outdated, is_outdated
 from specdec.target.model import Target
 from specdec.text import conversations, reading
 from specdec.text.conversations import Prompt
@@ -140,13 +158,19 @@ def batch_texts(numbers: Iterable[int], lengths: Sequence[int], target: Target) 
 def warn_of_writers(writers: Iterable[str | None], target: Target) -> None:
     """Warns of rows that other weights than the target's wrote. writers: fingerprints by row; empty or None: unknown"""
     counts, identity = collections.Counter(writers), target.identity
-    comparable_counts = {writer: num for writer, num in counts.items() if writer and identity.covers_layers(writer)}
+    comparable_counts = {writer: num for writer, num in counts.items() if writer and identity.is_comparable(writer)}
     other_counts = {writer: num for writer, num in comparable_counts.items() if not identity.matches(writer)}
     if other_counts:
         subject = f"{sum(other_counts.values())} of {counts.total()} rows were written by {{}} weights"
         most_frequent = max(other_counts, key=lambda writer: other_counts[writer])
         clause = describe_difference(subject, most_frequent, identity.text)
         warnings.warn(f"{clause}: let it answer the prompts itself (specdec answer), or expect less.", stacklevel=2)
+    num_outdated = sum(num for writer, num in counts.items() if is_outdated(writer))
+    if num_outdated:
+        clause = describe_outdated(f"{num_outdated} of {counts.total()} rows name their target", "the target here")
+        warnings.warn(
+            f"{clause}: if it is another, let the target answer the prompts itself (specdec answer).", stacklevel=2
+        )
 
 
 # The verb
@@ -155,6 +179,7 @@ def warn_of_writers(writers: Iterable[str | None], target: Target) -> None:
 class ReplayDecodeOptions(Options):
     temperature: NonNegative
     depth: SmallCount
+    window: Window | None
 
 
 class ReplayOptions(Options):
@@ -180,7 +205,7 @@ def replay_heads(options: ReplayOptions, console: progress.Results) -> None:
             raise ValueError(
                 f"{folder} adapts its target, which did not write these answers: evaluate decodes with it."
             )
-    heads = load_heads(options.checkpoint, options.target)
+    heads = load_heads(options.checkpoint, options.target, Drafting(window=options.decode.window))
     opened = open_shared_target(heads, options.target)
     question_set = read_answers(
         options.answers,
@@ -202,6 +227,7 @@ def replay_heads(options: ReplayOptions, console: progress.Results) -> None:
     }
     folders_by_name = find_head_folders(heads)
     notes = question_set.list_notes(folders_by_name)
+    notes += list_long_prompts(heads, [len(prompt.tokens) for prompt in prompts])
     entries, reference = list[Entry](), list[PromptCounts]()
     for head in heads:
         replays = replay_head(head, texts, options.decode.depth)
@@ -219,6 +245,8 @@ def replay_head(head: ComparedHead, texts: list[AnsweredPrompt], depth: int) -> 
     """The replays of one head along all texts. Raises ValueError for a head that does not draft by steps."""
     if not isinstance(head.drafter, Drafter):
         raise ValueError(f"{head.folder} does not draft by steps, so it cannot be replayed: evaluate decodes with it.")
+    with prefix_option_names("decode"):
+        head.drafter.check_window(depth)
     return replay_texts(head.drafter, texts, depth=depth, label=f"replay of {head.name}")
 
 

@@ -18,12 +18,13 @@ import torch
 from specdec.core.answer_text import TextDecoder, TextStream
 from specdec.core.generation import STAGES, count_rounds_reaching
 from specdec.core.untrusted import read_json
+from specdec.measuring.certainty import draw_questions, find_bounds
+from specdec.measuring.contexts import Contexts, summarise_contexts
 from specdec.measuring.measure import PromptReplay, PromptResult
 from specdec.text.conversations import Prompt
 
 TAU = "tokens emitted per target pass of a round, bonus or correction token counted; the prompt's own pass is no round"
 NUM_SAMPLES = 3  # answers whose text a report keeps, for its page
-RESAMPLES = 1000  # draws of a bootstrap; their own error of a bound is then about 2 % of the interval's width
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Report:
     replayed_tau: float | None = None
     replayed_tau_ci: list[float] | None = None
     replayed_survival: list[float] | None = None  # [K]
+    contexts: Contexts | None = None  # tau by the tokens before a round; older reports and those of parts have none
+    replayed_contexts: Contexts | None = None  # likewise, by replay
     candidates: dict | None = None  # `summarise_candidates` of a head with a lattice
     by_category: dict[str, "Report"] = field(default_factory=dict)
     shape: str | None = None  # chain or tree of a validation
@@ -137,12 +140,13 @@ def summarise(
 ) -> Report:
     """The report over all results. depth: deepest draft; adapted: `Target.adapted`; seed: of the bootstrap"""
     num_rounds = sum(result.num_rounds for result in results)
+    contexts = summarise_contexts([result.contexts for result in results], seed)
     figures = summarise_acceptance(results, depth, seed) | summarise_speed(results, seed)
     if temperature == 0:
         figures |= summarise_differences(results)
     if all(result.auto for result in results):
         figures["auto"] = summarise_auto(results, temperature, seed)
-    report = Report(temperature, len(results), num_rounds, adapted_target=adapted, **figures)
+    report = Report(temperature, len(results), num_rounds, adapted_target=adapted, contexts=contexts, **figures)
     is_replayed = all(result.replayed_accepted for result in results)
     return add_replays(report, results, seed=seed) if is_replayed else report
 
@@ -233,12 +237,14 @@ def add_replays(report: Report, replays: Sequence[PromptResult | PromptReplay], 
     """The report with the figures of replay, which may be over more prompts than were decoded."""
     rounds = sum(prompt.replayed_rounds for prompt in replays)
     reaching = [sum(counts) for counts in zip(*(prompt.replayed_accepted for prompt in replays))]
+    contexts = [prompt.contexts for prompt in replays if isinstance(prompt, PromptReplay) and prompt.contexts]
     return replace(
         report,
         replayed_prompts=len(replays),
         replayed_tau=compute_replayed_tau(replays),
         replayed_tau_ci=bootstrap_interval(replays, compute_replayed_tau, seed),
         replayed_survival=[count / rounds if rounds else math.nan for count in reaching],
+        replayed_contexts=summarise_contexts(contexts, seed) if contexts else None,
         candidates=summarise_candidates([prompt.candidates for prompt in replays if prompt.candidates]),
     )
 
@@ -279,7 +285,8 @@ def add_categories(report: Report, results: Sequence[Any], summary: Callable[[li
         for result in results:
             for name in set(list_names(result.prompt)):
                 groups.setdefault(name, []).append(result)
-        return {name: summary(groups[name]) for name in sorted(groups)}
+        reports = {name: summary(groups[name]) for name in sorted(groups)}
+        return {name: replace(report, contexts=None, replayed_contexts=None) for name, report in reports.items()}
 
     by_category = summarise_groups(lambda prompt: (prompt.category,))
     return replace(report, by_category=by_category, by_tag=summarise_groups(lambda prompt: prompt.tags))
@@ -361,17 +368,11 @@ def bootstrap_interval(items: Sequence, statistic: Callable[[list], float], seed
     for index, item in enumerate(items):
         groups.setdefault(_find_question(item) or index, []).append(item)
     questions = list(groups.values())
-    generator = torch.Generator().manual_seed(seed)
     estimates = []
-    for _ in range(RESAMPLES):
-        draw = torch.randint(len(questions), (len(questions),), generator=generator).tolist()
-        sample = itertools.chain.from_iterable(questions[index] for index in draw)
+    for draw in draw_questions(len(questions), seed):
+        sample = itertools.chain.from_iterable(questions[index] for index in draw.tolist())
         estimates.append(statistic(list(sample)))
-    values = sorted(value for value in estimates if not math.isnan(value))  # a draw may have no round
-    if len(values) < 2:
-        return [math.nan, math.nan]
-    cuts = statistics.quantiles(values, n=40)
-    return [cuts[0], cuts[-1]]
+    return find_bounds(estimates)
 
 
 def _find_question(item: Any) -> str | None:

@@ -13,6 +13,7 @@ from specdec.core import files, progress
 from specdec.core.wording import format_count
 from specdec.measuring.certainty import Gain, rate_gains
 from specdec.measuring.charts import ChartCurve, chart_intervals, chart_lines, format_number
+from specdec.measuring.contexts import Contexts, list_context_sections
 from specdec.measuring.counting import join_equal
 from specdec.measuring.page import Section, Table, Verdict, drop_empty_columns, format_figure, write_page
 from specdec.measuring.report import Training, describe_losslessness, format_by_depth
@@ -71,12 +72,14 @@ class ResultsPage:
         """The sections of the page, in order."""
         tables = [Section(heading, table=table) for heading, table in self.tables()]
         countings = [f"{name}: {counting}" for name, counting in self.measurement.countings.items()]
+        entries = self.measurement.entries
         return [
             Section(points=self.measurement.notes),
             *self.measurement.sections,
             *tables[:1],
             Section("Charts", charts=[*self._charts()]),
             *tables[1:],
+            *list_context_sections(dict(map(self.name_contexts, entries))),
             Section("How they count", points=countings if self._decoded else ()),
             Section("Are the answers those of the target?", points=[*self.remarks()]),
             Section("Checks", points=self.measurement.checks),
@@ -172,6 +175,11 @@ class ResultsPage:
         """The name of an entry in sentences."""
         method, *settings = self._identify(entry).items()
         return ", ".join([method[1], *(f"{key} {value}" for key, value in settings if value)])
+
+    def name_contexts(self, entry: Entry) -> tuple[str, Contexts | None]:
+        """tau by context with its name: of all prompts by replay, else of decoded ones."""
+        name, replayed = self._name(entry), entry.report.replayed_contexts
+        return (f"{name}, replayed", replayed) if replayed else (name, entry.report.contexts)
 
     def _cells(self, entry: Entry) -> Cells:
         """The cells of the main table."""

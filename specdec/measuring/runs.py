@@ -9,7 +9,9 @@ from pathlib import Path
 from specdec import checkpoint, loading
 from specdec.core import hub
 from specdec.core.resumable import digest_bytes
+from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Head
+from specdec.measuring.contexts import TrainedLength
 from specdec.measuring.measure import FROZEN
 from specdec.measuring.report import Training, read_report
 from specdec.options import proposers
@@ -28,9 +30,10 @@ class ComparedHead:
     training: Training | None  # training costs of its report; None for older checkpoints
 
 
-def load_heads(listed: str, options: TargetOptions) -> list[ComparedHead]:
+def load_heads(listed: str, options: TargetOptions, drafting: Drafting | None = None) -> list[ComparedHead]:
     """The checkpoints of a comma list beside one frozen target. A head that adapts its target has a copy for itself.
 
+    drafting: settings whose window the heads get; None: they keep theirs
     Raises ValueError as `loading.load_head`, and if two have the same name.
     """
     folders = [Path(folder) for folder in split_list(listed)]
@@ -46,7 +49,7 @@ def load_heads(listed: str, options: TargetOptions) -> list[ComparedHead]:
             targets[baseline] = loading.load_target(
                 options, default=loading.find_target_name(folder, options.name)
             ).target
-        drafter = checkpoint.load(folder, targets[baseline])
+        drafter = (drafting or Drafting()).limit_window(checkpoint.load(folder, targets[baseline]))
         report = read_report(folder)
         heads.append(ComparedHead(name, folder, drafter, baseline, report.training if report else None))
     return heads
@@ -70,6 +73,15 @@ def find_head_folders(heads: Iterable[ComparedHead], configs: Iterable[proposers
         compared_head.folder: compared_head.name for compared_head in heads
     }
     return {name: folder for folder, name in names.items()}
+
+
+def list_long_prompts(heads: Iterable[ComparedHead], lengths: Sequence[int]) -> list[str]:
+    """Sentences on heads that were trained on shorter texts than some prompts. lengths: tokens of each prompt"""
+    sentences = []
+    for head in heads:
+        tokens = checkpoint.find_trained_length(head.folder)
+        sentences += TrainedLength.from_head(head.name, tokens, head.drafter).describe_longer(lengths)
+    return sentences
 
 
 def describe_weights(heads: Sequence[ComparedHead]) -> dict[str, str]:

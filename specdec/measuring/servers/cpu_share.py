@@ -86,16 +86,19 @@ def find_servers(url: str) -> set[int]:
             fields = line.split()
             if fields[3] == LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
                 sockets.add(f"socket:[{fields[9]}]")
-    owners = {int(path.parts[-3]) for path in PROC.glob("[0-9]*/fd/*") if read_link(path) in sockets}
+    owners = {int(path.name) for path in PROC.glob("[0-9]*") if not sockets.isdisjoint(read_links(path / "fd"))}
     names = {read_name(number) for number in owners}
     return owners if not names & {*FORWARDERS} else set()
 
 
-def read_link(path: Path) -> str:
-    """The target of a link; empty for one that this user may not read."""
+def read_links(folder: Path) -> list[str]:
+    """The targets of the links in a folder that this user may read; none of a process that has ended."""
+    links = list[str]()
     with contextlib.suppress(OSError):
-        return os.readlink(path)
-    return ""
+        for path in folder.iterdir():
+            with contextlib.suppress(OSError):
+                links.append(os.readlink(path))
+    return links
 
 
 def read_name(number: int) -> str:

@@ -27,8 +27,10 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from specdec.measuring import report as figures
+from specdec.measuring.contexts import AnswerContexts, count_decoded
 from specdec.measuring.report import PromptCounts
 
+BatchPairs = Sequence[tuple["ServedBatch", "ServedBatch | None"]]  # with drafts, and the same requests without
 Item = TypeVar("Item")
 MIN_BATCHES = 4  # batches below which no interval over batches is given: a bootstrap over fewer says little
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
@@ -172,6 +174,21 @@ class ServedAnswer:
         emitted = self.tokens - 1
         return PromptCounts(self.server_counts.count_rounds(emitted), emitted) if self.server_counts else None
 
+    def find_emitted(self) -> list[int] | None:
+        """Tokens that each round emitted; None where the server's counts and its events do not tell.
+
+        The last round of `steps` may have accepted drafts behind the end of the answer.
+        """
+        num_rounds = len(self.sizes) - 1 if self.counts is None else self.counts.num_rounds
+        steps = (self.server_counts and self.server_counts.steps) or []
+        emitted = [step + 1 for step in steps]
+        if emitted and len(emitted) == num_rounds:
+            emitted[-1] -= sum(emitted) - (self.tokens - 1)
+        else:
+            emitted = self.sizes[1:]
+        is_whole = len(emitted) == num_rounds and sum(emitted) == self.tokens - 1
+        return emitted if is_whole and min(emitted, default=1) > 0 else None
+
 
 AnswerPair = tuple[ServedAnswer, ServedAnswer]  # two answers to one request
 
@@ -258,6 +275,23 @@ def count_answers(batches: Sequence[ServedBatch]) -> list[PromptCounts] | None:
         if sum(count.num_rounds for count in counts) != count_batches(batches)[0]:
             return None
     return counts
+
+
+def list_contexts(
+    batches: Sequence[ServedBatch], prompt_lengths: Mapping[str, int], questions: Mapping[str, str]
+) -> list[AnswerContexts] | None:
+    """The rounds of each answer by context; None where a server does not say where they begin.
+
+    prompt_lengths: tokens of prompts by id, where they are known here; questions: see `name_questions`
+    """
+    contexts = []
+    for answer in list_answers(batches) if count_answers(batches) else ():
+        emitted = answer.find_emitted()
+        if emitted is None:
+            return None
+        num_prompt = prompt_lengths.get(answer.prompt, answer.prompt_tokens)
+        contexts.append(count_decoded(questions.get(answer.prompt, answer.prompt), num_prompt, emitted))
+    return contexts or None
 
 
 def count_batches(batches: Sequence[ServedBatch]) -> tuple[int, int]:
@@ -391,6 +425,36 @@ def summarise_speedup(
         "speedup_ci": find_interval(whole, whole_names, find_rate_ratio, seed, MIN_BATCHES),
         "same_answers": sum(same),
         "compared_answers": len(same),
+    }
+
+
+def summarise_pairs(pairs: BatchPairs, seed: int, questions: Mapping[str, str] = {}) -> dict[str, Any]:
+    """The figures of a load, `plain` and the speedups as far as there are plain answers. questions: `name_questions`
+
+    Without any answer there are counts alone.
+    """
+    drafted, figures = [batch for batch, _ in pairs], count_requests(pairs, questions)
+    if not figures["answers"]:
+        return figures
+    figures |= summarise_drafts(drafted, seed, questions)
+    figures["drafted"] = summarise_speed(drafted, seed, questions)
+    compared = [(batch, plain) for batch, plain in pairs if plain is not None and plain.answers and batch.answers]
+    if compared:
+        figures["plain"] = summarise_speed([plain for _, plain in compared], seed, questions)
+        figures |= summarise_speedup(compared, seed, questions)
+    return figures
+
+
+def count_requests(pairs: BatchPairs, questions: Mapping[str, str]) -> dict[str, Any]:
+    """The answers with drafts, and what failed or came from others at both servers. questions: `name_questions`"""
+    answers = list_answers([batch for batch, _ in pairs])
+    batches = [batch for batch in itertools.chain.from_iterable(zip(*pairs)) if batch is not None]
+    return {
+        "answers": len(answers),
+        "questions": len(name_questions(answers, questions)),
+        "failed": [failure for batch in batches for failure in batch.failed],
+        "tokens_of_others": sum(max(0, batch.foreign_tokens) for batch in batches),
+        "plain": None,
     }
 
 

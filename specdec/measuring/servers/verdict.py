@@ -7,7 +7,7 @@ from specdec.core.sampling import Sampling
 from specdec.core.wording import format_count
 from specdec.decoding.drafting import Drafting
 from specdec.engines.engine_target import EngineTarget
-from specdec.export.engines import make_form
+from specdec.export.engines import drops_window, make_form
 from specdec.export.layout import drop_draft_vocab
 from specdec.export.mtp import zero_first_embedding
 from specdec.heads.base import Drafter, Head
@@ -16,7 +16,7 @@ from specdec.measuring.replay import AnsweredPrompt, count_replays, replay_texts
 from specdec.measuring.report import PromptCounts, compute_tau, subtract_tau
 from specdec.measuring.servers import referee
 from specdec.measuring.servers.referee import ServedAnswer, ServedBatch
-from specdec.measuring.servers.server import LLAMA_CPP, VLLM, find_longest
+from specdec.measuring.servers.server import LLAMA_CPP, OPENVINO, TRANSFORMERS, VLLM, find_longest
 from specdec.unroll.replay import Replay
 
 VERDICTS = {
@@ -26,10 +26,16 @@ VERDICTS = {
 }
 # Differences of tau that still count as equal, see `decide_verdict`: real heads in engines differ by up to 0.6 % of tau
 TOLERANCE, MIN_TOLERANCE = 0.05, 0.01
+FORMATS = {LLAMA_CPP: "gguf", VLLM: "vllm", OPENVINO: "openvino", TRANSFORMERS: "transformers"}  # of heads, by server
 
 
 def draft_as_engine(drafter: Head, kind: str) -> Head:
-    """The drafter as an engine runs it: llama.cpp without a draft vocabulary, vLLM with the first embedding at zero."""
+    """The drafter as an engine runs it: llama.cpp without a draft vocabulary, vLLM with the first embedding at zero.
+
+    Engines that have no place for a head's window let it see all positions.
+    """
+    if isinstance(drafter, Drafter) and kind in FORMATS and drops_window(drafter, FORMATS[kind]):
+        drafter = drafter.drop_window()
     if kind == LLAMA_CPP and isinstance(drafter, Drafter) and make_form(drafter, "gguf").whole_vocabulary:
         return drop_draft_vocab(drafter)
     return zero_first_embedding(drafter) if kind == VLLM and isinstance(drafter, MTP) else drafter

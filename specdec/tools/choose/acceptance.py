@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from specdec import checkpoint
 from specdec.core import progress
 from specdec.core.generation import count_rounds_reaching
 from specdec.core.group import Group
@@ -18,9 +19,11 @@ from specdec.core.wording import format_count
 from specdec.heads.base import Drafter
 from specdec.measuring import evaluate
 from specdec.measuring.answers import HeldoutAnswers
+from specdec.measuring.certainty import MIN_ANSWERS
+from specdec.measuring.contexts import TrainedLength
 from specdec.measuring.measure import MeasureSettings, Method, PromptResult, measure
-from specdec.measuring.replay import AnsweredPrompt, encode_answers, replay_texts
-from specdec.measuring.report import PromptCounts
+from specdec.measuring.replay import AnsweredPrompt, count_replays, encode_answers, replay_texts
+from specdec.measuring.report import PromptCounts, compute_tau, measure_tau_difference
 from specdec.measuring.runs import ComparedHead, describe_weights
 from specdec.measuring.servers.verdict import draft_as_engine
 from specdec.options import decoding, proposers
@@ -116,10 +119,53 @@ def find_acceptance(
             assert isinstance(drafter, Drafter)
             replays = replay_texts(drafter, texts, depth=chains[-1].chain, label=f"replay of {run.name}")
             accepts = [replay.acceptance for replay in replays]
-            acceptance += choice.summarise_chains(run.name, accepts, seed=task.options.seed)
+            acceptance += choice.summarise_chains(run.name, accepts, prompts, seed=task.options.seed)
         else:
             decoded += [shape for shape in chains if shape.timed]
     return acceptance + decode_shapes(task, decoded, prompts)
+
+
+def compare_windows(task: ChoiceTask, texts: list[AnsweredPrompt]) -> list[str]:
+    """Sentences on heads that were trained on shorter texts: tau with those texts' length as a window, and without.
+
+    Only texts that are longer count. Heads that replay does not cover, and fewer than two such texts, give none.
+    """
+    sentences = []
+    for run in task.runs:
+        trained = TrainedLength.from_head(run.name, checkpoint.find_trained_length(run.folder), run.drafter)
+        drafting, length = task.options.decode.make_drafting(), trained.tokens if trained.takes_window else None
+        longer = [text for text in texts if length is not None and text.length > length]
+        if drafting.window is not None or len(longer) < 2:
+            continue
+        if isinstance(run.drafter, Drafter) and drafting.replayable(run.drafter, task.sampling):
+            sentences.append(_compare_window(task, run, run.drafter.with_window(length), longer))
+    return sentences
+
+
+def _compare_window(task: ChoiceTask, run: ComparedHead, limited: Drafter, longer: list[AnsweredPrompt]) -> str:
+    """The sentence on one head. limited: the head with the window; longer: texts that are longer than its training"""
+    assert isinstance(run.drafter, Drafter)
+    heads = {f"a window of {limited.window}": limited, "none": run.drafter}
+    depth = min(run.drafter.depth or MAX_DRAFTS, MAX_DRAFTS, max(1, (limited.window or MAX_DRAFTS) - 1))
+    counts = [
+        count_replays(replay_texts(head, longer, depth=depth, label=f"replay of {run.name} with {name}"))
+        for name, head in heads.items()
+    ]
+    difference, (low, high) = measure_tau_difference(*counts, seed=task.options.seed)
+    verdict = rate_window(f"decode.window={limited.window}", len(longer), low, high)
+    return (
+        f"{run.name}, {format_count(len(longer), 'text')} longer than its training: a window of {limited.window:,} "
+        f"changes tau from {compute_tau(counts[1]):.2f} by {difference:+.2f} ({low:+.2f} .. {high:+.2f}): {verdict}."
+    )
+
+
+def rate_window(option: str, num: int, low: float, high: float) -> str:
+    """Whether a window pays. option: the option that sets it; num: texts; low, high: interval of the change of tau"""
+    if num < MIN_ANSWERS:
+        return f"{num} texts are too few to tell, give {MIN_ANSWERS} or more"
+    if low > 0:
+        return f"give {option}"
+    return "it does not pay" if high < 0 else "whether it pays is not certain"
 
 
 def decode_shapes(task: ChoiceTask, shapes: list[DrafterShape], prompts: list[Prompt]) -> list[ShapeAcceptance]:
@@ -149,4 +195,4 @@ def summarise_shape(shape: DrafterShape, results: list[PromptResult], depth: int
     drafts = shape.chain or statistics.mean(num for result in results for num in result.drafted.drafted)
     survival = [num / len(accepted) for num in count_rounds_reaching(accepted, depth)]
     acceptance = ShapeAcceptance(shape.drafter, shape.shape, shape.costs, drafts, 0.0, [], survival)
-    return choice.add_tau(acceptance, counts, seed=seed)
+    return choice.add_tau(acceptance, counts, [result.contexts for result in results], seed=seed)

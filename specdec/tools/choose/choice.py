@@ -21,11 +21,14 @@ from torch import Tensor
 
 from specdec.core.sampling import Sampling
 from specdec.measuring import results
+from specdec.measuring.contexts import AnswerContexts, Contexts, count_contexts, summarise_contexts
 from specdec.measuring.evaluate import Predict, PredictSpeedup
 from specdec.measuring.report import PromptCounts, bootstrap_interval, compute_tau
+from specdec.target.fingerprint import is_outdated
 from specdec.target.model import Target
+from specdec.text.conversations import Prompt
 from specdec.tools.choose.round_costs import RoundCosts
-from specdec.unroll.replay import count_rounds
+from specdec.unroll.replay import trace_rounds
 
 STANDARD_ERRORS = 1.96  # half of a 95 % interval in standard errors, of a normal distribution
 
@@ -36,6 +39,7 @@ class ShapeAcceptance:
 
     shape: the shape in words; costs: name of its points in RoundCosts; drafts: mean number of a round
     tau_ci: 95 % interval over prompts; survival: share of rounds that accept at least 1, 2, .. drafts
+    contexts: tau by the tokens before a round; None in older choices
     """
 
     drafter: str
@@ -45,6 +49,7 @@ class ShapeAcceptance:
     tau: float
     tau_ci: list[float]
     survival: list[float]
+    contexts: Contexts | None = None
 
 
 class Speedup(NamedTuple):
@@ -56,26 +61,39 @@ class Speedup(NamedTuple):
     extrapolated: bool
 
 
-def summarise_chains(drafter: str, accepts: Sequence[Tensor], *, seed: int = 0) -> list[ShapeAcceptance]:
+def summarise_chains(
+    drafter: str, accepts: Sequence[Tensor], prompts: Sequence[Prompt], *, seed: int = 0
+) -> list[ShapeAcceptance]:
     """The acceptance of chains of 1, 2, .. K drafts, from one replay.
 
-    accepts: acceptance [K, n] of each answer, as unroll/replay.py gives it
+    accepts: acceptance [K, n] of the answer to each prompt, as unroll/replay.py gives it
     A draft does not depend on the drafts behind it, so the first k rows are those of a replay of k drafts.
     """
     acceptances = []
     for num in range(1, accepts[0].shape[0] + 1):
-        rounds_by_answer = [count_rounds(accept[:num]) for accept in accepts]
+        traces = [trace_rounds(accept[:num]) for accept in accepts]
+        rounds_by_answer = [trace.totals for trace in traces]
         counts = [PromptCounts(number, number + float(accepted.sum())) for number, accepted in rounds_by_answer]
+        pairs = zip(prompts, traces, strict=True)
+        contexts = [count_contexts(prompt.id, len(prompt.tokens), trace.list_starts()) for prompt, trace in pairs]
         total = sum(count.num_rounds for count in counts)
         survival = [sum(column) / total for column in zip(*(accepted.tolist() for _, accepted in rounds_by_answer))]
         acceptance = ShapeAcceptance(drafter, f"chain of {num}", drafter, num, 0.0, [], survival)
-        acceptances.append(add_tau(acceptance, counts, seed=seed))
+        acceptances.append(add_tau(acceptance, counts, contexts, seed=seed))
     return acceptances
 
 
-def add_tau(acceptance: ShapeAcceptance, counts: Sequence[PromptCounts], *, seed: int = 0) -> ShapeAcceptance:
-    """The acceptance with its tau. counts: rounds and emitted tokens of each prompt"""
-    return replace(acceptance, tau=compute_tau(counts), tau_ci=bootstrap_interval(counts, compute_tau, seed))
+def add_tau(
+    acceptance: ShapeAcceptance,
+    counts: Sequence[PromptCounts],
+    contexts: Sequence[AnswerContexts] = (),
+    *,
+    seed: int = 0,
+) -> ShapeAcceptance:
+    """The acceptance with its tau. counts, contexts: rounds and emitted tokens of each prompt, in all and by context"""
+    interval = bootstrap_interval(counts, compute_tau, seed)
+    buckets = summarise_contexts(contexts, seed)
+    return replace(acceptance, tau=compute_tau(counts), tau_ci=interval, contexts=buckets)
 
 
 def find_speedup(
@@ -203,6 +221,8 @@ def find_mismatch(document: dict[str, Any], target: Target, sampling: Sampling) 
     differing = [name for name, value in asdict(sampling).items() if recorded.get(name) != value]
     if not target.matches(recorded["fingerprint"]):
         differing.insert(0, "fingerprint")
+        if is_outdated(recorded["fingerprint"]):
+            recorded["fingerprint"] += " (of an earlier version, not to be compared: choose again)"
     return [f"{name} {recorded.get(name)}" for name in differing]
 
 

@@ -1,9 +1,10 @@
 """choose: which drafter, and how many drafts, pay at which load, before anything is served (docs/choosing.md)."""
 
-from specdec.options.command_line import split_list
+from specdec.options.command_line import read_numbers, split_list
 
 import math
 import statistics
+import warnings
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,19 @@ from specdec.measuring.questions import QuestionSet, read_answers
 from specdec.measuring.replay import warn_of_writers
 from specdec.measuring.results import Measurement
 from specdec.measuring.results_page import write_results
-from specdec.measuring.runs import describe_weights, find_head_folders, load_heads, open_shared_target
+from specdec.measuring.runs import (
+    describe_weights,
+    find_head_folders,
+    list_long_prompts,
+    load_heads,
+    open_shared_target,
+)
 from specdec.measuring.servers.server import TriedServer, try_server
 from specdec.options import decoding
+from specdec.target.fingerprint import describe_outdated, is_outdated
 from specdec.target.model import Target
 from specdec.tools.choose import choice, page
-from specdec.tools.choose.acceptance import find_acceptance, list_shapes, read_texts
+from specdec.tools.choose.acceptance import compare_windows, find_acceptance, list_shapes, read_texts
 from specdec.tools.choose.choice import ShapeAcceptance
 from specdec.tools.choose.costs import estimate_costs, read_costs
 from specdec.tools.choose.engine_flags import list_flags
@@ -56,18 +64,11 @@ def prepare_task(options: ChooseOptions, console: progress.Results) -> ChoiceTas
             raise ValueError(f"{folder} adapts its target, so its plain decoding is another: leave it out.")
     question_set = None if options.answers and not options.engine else read_questions(options, heads)
     tried = try_servers(options, question_set, heads[0], console) if options.engine and question_set else None
-    runs = load_heads(options.checkpoint, options.target)
+    runs = load_heads(options.checkpoint, options.target, options.decode.make_drafting())
     opened = open_shared_target(runs, options.target, head=options.proposer_settings.get("checkpoint"))
     check_target(options, contexts, known_costs, opened.target)
     chosen_set = question_set if question_set and not options.answers else read_recorded(options, opened, heads)
     return ChoiceTask(options, chosen_set, loads, contexts, sampling, runs, opened, known_costs, tried, console)
-
-
-def read_numbers(name: str, text: str, highest: int) -> list[int]:
-    """The whole numbers of a comma list, in order. Raises ValueError for others, and above `highest`."""
-    if not all(part.isdecimal() and 0 < int(part) <= highest for part in split_list(text)):
-        raise ValueError(f"{name}={text}: give numbers from 1 to {highest}, such as 1,4,16.")
-    return sorted({int(part) for part in split_list(text)})
 
 
 def try_servers(options: ChooseOptions, question_set: QuestionSet, head: str, console: progress.Results) -> TriedServer:
@@ -86,7 +87,11 @@ def check_target(options: ChooseOptions, contexts: list[int], known_costs: Round
         raise ValueError(
             f"contexts={options.contexts}: {target.name} has {target.max_positions} positions, so {limit} is the most."
         )
-    if known_costs and known_costs.fingerprint and not target.matches(known_costs.fingerprint):
+    fingerprint = known_costs and known_costs.fingerprint
+    if is_outdated(fingerprint):
+        clause = describe_outdated(f"costs={options.costs} name their target", target.name)
+        warnings.warn(f"{clause}: if it is another, choose with that one.", stacklevel=2)
+    elif fingerprint and not target.matches(fingerprint):
         raise ValueError(f"costs={options.costs} are of another target than {target.name}: choose with that one.")
 
 
@@ -113,7 +118,8 @@ def write_choice(task: ChoiceTask, out: Path) -> None:
     shapes = list_shapes(task)
     prompts, texts = read_texts(task)
     head_folders = find_head_folders(task.runs)
-    notes = task.question_set.list_notes(head_folders)
+    notes = [*task.question_set.list_notes(head_folders), *compare_windows(task, texts)]
+    notes += list_long_prompts(task.runs, [len(prompt.tokens) for prompt in prompts])
     for note in notes:
         progress.print_note(note)
     acceptance = find_acceptance(task, shapes, prompts, texts)

@@ -16,13 +16,13 @@ from specdec.decoding.decoder import Decoder
 from specdec.measuring import results
 from specdec.measuring.replay import AnsweredPrompt
 from specdec.measuring.runs import describe_weights
+from specdec.measuring.servers.referee import summarise_pairs
 from specdec.measuring.servers.server import TriedServer, find_longest
 from specdec.proposers import costs as pass_costs
 from specdec.tools.choose import round_costs
 from specdec.tools.choose.choice import ShapeAcceptance, read_choice
 from specdec.tools.choose.round_costs import CostPoint, RoundCosts
 from specdec.tools.choose.task import MIN_REQUESTS, ChoiceTask, ChooseOptions, DrafterShape
-from specdec.tools.judge.figures import summarise_pairs
 from specdec.tools.judge.rows import measure_missing, read_batch_pairs
 
 MAX_COST_RATIO = 1.3  # if a round costs more than 1.3 x tau plain rounds at a load, larger loads are not timed

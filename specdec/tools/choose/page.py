@@ -8,6 +8,7 @@ from markupsafe import Markup
 from specdec.core.wording import format_count
 from specdec.measuring.certainty import Gain, rate_gains
 from specdec.measuring.charts import ChartCurve, chart_lines
+from specdec.measuring.contexts import Contexts, list_context_sections
 from specdec.measuring.page import Section, Table, Verdict, format_figure
 from specdec.measuring.report import Report
 from specdec.measuring.results import Entry
@@ -54,8 +55,19 @@ def list_sections(choice: dict[str, Any]) -> list[Section]:
     return [
         Section("The choice", texts=[summary], table=make_table(choice), points=[*describe_crossings(choice)]),
         Section("By load", charts=chart_choice(choice)),
+        *list_context_sections(find_contexts(choice)),
         Section("Engines", points=[*describe_refusals(choice["flags"])], commands=[*list_commands(choice["flags"])]),
     ]
+
+
+def find_contexts(choice: dict[str, Any]) -> dict[str, Contexts | None]:
+    """tau by context of each drafter's best shape at the first load, by the name of both."""
+    best_shapes = choice["loads"][0]["drafters"]
+    contexts = {}
+    for row in choice["acceptance"]:
+        if row["shape"] == best_shapes.get(row["drafter"], {}).get("shape"):
+            contexts[", ".join(filter(None, (row["drafter"], row["shape"])))] = row.get("contexts")
+    return contexts
 
 
 def make_table(choice: dict[str, Any]) -> Table:

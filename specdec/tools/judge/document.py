@@ -29,6 +29,7 @@ from specdec.measuring.runs import ComparedHead
 from specdec.measuring.servers import identity, referee
 from specdec.measuring.servers.referee import ServedBatch
 from specdec.measuring.servers.server import EXTRA_FIELDS, TriedServer, find_longest, name_penalty
+from specdec.measuring.servers.verdict import draft_as_engine
 from specdec.text.messages import EFFORT, MODE
 from specdec.tools.judge import checks
 from specdec.tools.judge.checks import Checked
@@ -43,13 +44,18 @@ UNKNOWN = "unknown"  # name and method of a drafter that nobody names
 class MeasuredLoad:
     """A load all of whose requests were sent.
 
-    figures: see figures.summarise_pairs, with `requests` and, for a head, `replay`
+    figures: see referee.summarise_pairs, with `requests` and, for a head, `replay`
     batches: answers with drafts; prompts: parts of request bodies, by the prompt's id
     """
 
     figures: dict[str, Any]
     batches: list[ServedBatch]
     prompts: dict[str, dict]
+
+    @property
+    def prompt_lengths(self) -> dict[str, int]:
+        """Tokens of the prompts that were sent as token ids, by id."""
+        return {name: len(fields["prompt"]) for name, fields in self.prompts.items() if "prompt" in fields}
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,6 @@ def make_record(
     urls, servers = [server.url for server in tried.servers], name_servers(tried)
     measured = [row for load in loads for row in select_rows(rows, {"requests": load.figures["requests"]})]
     times = [row["when"] for row in rows if "when" in row]
-    lengths = {name: len(fields["prompt"]) for name, fields in first.prompts.items() if "prompt" in fields}
     document = {
         "schema": SCHEMA,
         "when": max(times, default=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")),
@@ -103,7 +108,7 @@ def make_record(
         ),
         "counting": RecordedCounting(source=find_source(tried.server.kind, batches)),
         "loads": [make_load(load.figures, load.batches) for load in loads],
-        "by": group_answers(question_set, first.batches, lengths, options.seed),
+        "by": group_answers(question_set, first.batches, first.prompt_lengths, options.seed),
         "checks": make_checks(options, tried, facts, loads, rows, failures).finish(),
         "notes": [hide_places(note, servers) for note in notes],
     }
@@ -154,15 +159,15 @@ def describe_drafter(
 ) -> RecordedDrafter | None:
     """The drafter as the head, the user or the server names it; None for a server that does not draft."""
     if heads:
-        return describe_head(heads[0], options.drafter)
+        return describe_head(heads[0], options.drafter, tried.server.kind)
     if options.drafter is None and {batch.drafts for batch in batches} == {False}:
         return None
     served = shorten_name((tried.server.entry.get("draft") or {}).get("checkpoint") or UNKNOWN)
     return RecordedDrafter(name=options.drafter or served, method=options.drafter or UNKNOWN)
 
 
-def describe_head(head: ComparedHead, name: str | None) -> RecordedDrafter:
-    """A head by its checkpoint. name: the user's name for it; None: the checkpoint's"""
+def describe_head(head: ComparedHead, name: str | None, kind: str) -> RecordedDrafter:
+    """A head by its checkpoint, as a kind of server runs it. name: the user's name for it; None: the checkpoint's"""
     drafter, settings = head.drafter, checkpoint.read_document(head.folder)
     _, _, revision = hub.pin_commit(head.folder).partition("@")
     vocab = drafter.draft_to_target
@@ -172,8 +177,8 @@ def describe_head(head: ComparedHead, name: str | None) -> RecordedDrafter:
         revision=revision or None,
         digest=digest_weights(head.folder),
         layers=count_layers(settings),
-        window=settings.get("window"),
-        trained_length=(checkpoint.read_facts(head.folder).get("data") or {}).get("length"),
+        window=draft_as_engine(drafter, kind).window,
+        trained_length=checkpoint.find_trained_length(head.folder),
         draft_vocab=None if vocab is None else len(vocab),
     )
 

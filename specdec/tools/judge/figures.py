@@ -7,6 +7,15 @@ from typing import Any
 
 from specdec.core.sampling import Sampling
 from specdec.core.wording import format_count
+from specdec.measuring.contexts import (
+    Axis,
+    Contexts,
+    find_bucket,
+    find_end,
+    name_bucket,
+    read_buckets,
+    summarise_contexts,
+)
 from specdec.measuring.counting import AnswerCounts, classify_end
 from specdec.measuring.questions import Question, QuestionSet, name_request
 from specdec.measuring.record import Figure, RecordedGroup, RecordedGroups, RecordedLoad
@@ -14,35 +23,9 @@ from specdec.measuring.report import PromptCounts, Report, compute_tau
 from specdec.measuring.results import Entry
 from specdec.measuring.servers import referee
 from specdec.measuring.servers.referee import ServedBatch
-from specdec.tools.judge.rows import BatchPairs
 
 MAX_CLIENT_SHARE = 0.7  # share of the time in which this process computes; above it the client may limit the speed
-FIRST_BUCKET, BUCKET_RATIO = 256, 4  # buckets of lengths: 0-255, 256-1023, 1024-4095, .. tokens
-
-
-def summarise_pairs(pairs: BatchPairs, seed: int, questions: Mapping[str, str] = {}) -> dict[str, Any]:
-    """The figures of a load. Raises ValueError where nothing was answered. questions: see referee.name_questions"""
-    compared = [(drafted, baseline) for drafted, baseline in pairs if baseline is not None]
-    drafted = [batch for batch, _ in pairs]
-    baseline = [batch for _, batch in compared]
-    batches = drafted + baseline
-    failed = [failure for batch in batches for failure in batch.failed]
-    for batches_of_server in (drafted, baseline):
-        if batches_of_server and not referee.list_answers(batches_of_server):
-            raise ValueError(f"None of the requests was answered. {failed[0]['error']}")
-    figures = {
-        "answers": len(referee.list_answers(drafted)),
-        "questions": len(referee.name_questions(referee.list_answers(drafted), questions)),
-        "failed": failed,
-        "tokens_of_others": sum(max(0, batch.foreign_tokens) for batch in batches),
-        **referee.summarise_drafts(drafted, seed, questions),
-        "drafted": referee.summarise_speed(drafted, seed, questions),
-        "plain": None,
-    }
-    if compared:
-        figures["plain"] = referee.summarise_speed(baseline, seed, questions)
-        figures |= referee.summarise_speedup(compared, seed, questions)
-    return figures
+UNGROUPED = "the server does not say where its rounds begin"
 
 
 def list_turns(question_set: QuestionSet) -> dict[str, Question]:
@@ -64,13 +47,16 @@ def count_answers(question_set: QuestionSet, batches: Sequence[ServedBatch]) -> 
     return answer_counts
 
 
-def make_entry(figures: dict[str, Any], counts: list[AnswerCounts], sampling: Sampling) -> Entry:
-    """The figures of a load as a row of results."""
+def make_entry(
+    figures: dict[str, Any], counts: list[AnswerCounts], contexts: Contexts | None, sampling: Sampling
+) -> Entry:
+    """The figures of a load as a row of results. contexts: see `summarise_batches`"""
     drafted, baseline = figures["drafted"], figures["plain"] or {}
     report = Report(
         sampling.temperature,
         num_prompts=figures["answers"],
         num_rounds=figures["rounds"],
+        contexts=contexts,
         **{name: figures[name] for name in ("tau", "tau_ci", "survival", "acceptance")},
         tokens_per_second=drafted["tokens_per_second"],
         tokens_per_second_ci=drafted["tokens_per_second_ci"],
@@ -155,15 +141,15 @@ def count_drafts(batches: Sequence[ServedBatch]) -> int | None:
 
 
 def group_answers(
-    question_set: QuestionSet, batches: Sequence[ServedBatch], prompt_lengths: dict[str, int], seed: int
+    question_set: QuestionSet, batches: Sequence[ServedBatch], prompt_lengths: Mapping[str, int], seed: int
 ) -> RecordedGroups:
-    """tau by category and by lengths; empty where the server does not count single answers.
+    """tau by category, and by context; empty where the server does not count single answers.
 
+    Whole answers are grouped by their lengths where the server does not say where rounds begin.
     prompt_lengths: tokens of each prompt, by its id
     """
     answers, counts = referee.list_answers(batches), referee.count_answers(batches) or []
     questions = list_turns(question_set)
-    prompt_sizes = [prompt_lengths.get(answer.prompt, answer.prompt_tokens) for answer in answers]
 
     def split(keys: Sequence[Any]) -> dict[Any, RecordedGroup]:
         groups = collections.defaultdict(list)
@@ -172,13 +158,41 @@ def group_answers(
                 groups[key].append((questions[answer.prompt].id, count))
         return {key: summarise_group(groups[key], seed) for key in sorted(groups)}
 
-    by_prompt = split([None if size is None else find_bucket(size) for size in prompt_sizes])
-    by_answer = split([find_bucket(answer.tokens) for answer in answers])
+    def split_by_size(sizes: Sequence[int | None], axis: Axis) -> dict[str, RecordedGroup]:
+        groups = split([None if size is None else find_bucket(size, axis) for size in sizes])
+        return {name_bucket(first, find_end(first, axis)): group for first, group in groups.items()}
+
+    by_category = split([questions[answer.prompt].category for answer in answers])
+    contexts = summarise_batches(question_set, batches, prompt_lengths, seed)
+    if contexts is None:
+        prompt_sizes = [prompt_lengths.get(answer.prompt, answer.prompt_tokens) for answer in answers]
+        return RecordedGroups(
+            category=by_category,
+            ungrouped=UNGROUPED,
+            prompt_tokens=split_by_size(prompt_sizes, "context"),
+            answer_tokens=split_by_size([answer.tokens for answer in answers], "answer"),
+        )
     return RecordedGroups(
-        category=split([questions[answer.prompt].category for answer in answers]),
-        prompt_tokens={name_bucket(least): group for least, group in by_prompt.items()},
-        answer_tokens={name_bucket(least): group for least, group in by_answer.items()},
+        category=by_category, context=group_rounds(contexts, "context"), answer=group_rounds(contexts, "answer")
     )
+
+
+def summarise_batches(
+    question_set: QuestionSet, batches: Sequence[ServedBatch], prompt_lengths: Mapping[str, int], seed: int
+) -> Contexts | None:
+    """tau by context; None where the server does not say where rounds begin. prompt_lengths: see `group_answers`"""
+    questions = {name: question.id for name, question in list_turns(question_set).items()}
+    answers = referee.list_contexts(batches, prompt_lengths, questions)
+    return None if answers is None else summarise_contexts(answers, seed)
+
+
+def group_rounds(contexts: Contexts, axis: Axis) -> dict[str, RecordedGroup]:
+    """The buckets of an axis for a record, by name."""
+    groups = {}
+    for bucket in read_buckets(contexts, axis):
+        tau = make_figure(bucket.tau, bucket.tau_ci)
+        groups[bucket.name] = RecordedGroup(prompts=bucket.questions, tau=tau, rounds=round(bucket.rounds))
+    return groups
 
 
 def summarise_group(pairs: Sequence[tuple[str, PromptCounts]], seed: int) -> RecordedGroup:
@@ -186,16 +200,3 @@ def summarise_group(pairs: Sequence[tuple[str, PromptCounts]], seed: int) -> Rec
     names, counts = [{name} for name, _ in pairs], [count for _, count in pairs]
     interval = referee.find_interval(counts, names, compute_tau, seed)
     return RecordedGroup(prompts=len(set().union(*names)), tau=make_figure(compute_tau(counts), interval))
-
-
-def find_bucket(num: int) -> int:
-    """The least number of the bucket that a number of tokens belongs to."""
-    least, end = 0, FIRST_BUCKET
-    while num >= end:
-        least, end = end, end * BUCKET_RATIO
-    return least
-
-
-def name_bucket(least: int) -> str:
-    """The name of a bucket: 0-255, 256-1023, .."""
-    return f"{least}-{(least * BUCKET_RATIO or FIRST_BUCKET) - 1}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from specdec.core import progress
 from specdec.core.resumable import Resumable, digest_bytes, open_resumable
+from specdec.decoding.drafting import Drafting
 from specdec.measuring import results
 from specdec.measuring.evaluate import Predict
 from specdec.measuring.questions import QuestionSet
@@ -18,12 +19,13 @@ from specdec.measuring.report import TAU
 from specdec.measuring.results import Entry, Measurement
 from specdec.measuring.results_page import write_results
 from specdec.measuring.runs import ComparedHead, find_head_folders, load_heads
+from specdec.measuring.servers import referee
 from specdec.measuring.servers.server import TriedServer, try_server
 from specdec.measuring.servers.verdict import compare_with_replay, draft_as_engine
 from specdec.options import decoding
 from specdec.tools.judge.checks import measure_control, measure_repeat
 from specdec.tools.judge.document import MeasuredLoad, ServerFacts, make_record, name_weights
-from specdec.tools.judge.figures import count_answers, list_turns, make_entry, summarise_pairs
+from specdec.tools.judge.figures import count_answers, list_turns, make_entry, summarise_batches
 from specdec.tools.judge.notes import list_notes
 from specdec.tools.judge.options import JudgeOptions
 from specdec.tools.judge.rows import find_prompts, measure_load, read_batch_pairs
@@ -95,7 +97,7 @@ class Judgement:
         batches = [drafted for drafted, _ in pairs]
         turns = list_turns(self.tried.requests.question_set)
         questions = {name: question.id for name, question in turns.items()}
-        figures = {"requests": concurrency, **summarise_pairs(pairs, options.seed, questions)}
+        figures = {"requests": concurrency, **referee.summarise_pairs(pairs, options.seed, questions)}
         for head in self.heads:
             figures["replay"] = compare_with_replay(
                 draft_as_engine(head.drafter, server.kind),
@@ -110,8 +112,10 @@ class Judgement:
 
     def make_entry(self, load: MeasuredLoad) -> Entry:
         """A load as a row of results."""
-        counts = count_answers(self.tried.requests.question_set, load.batches)
-        return make_entry(load.figures, counts, self.options.decode.make_sampling())
+        question_set = self.tried.requests.question_set
+        counts = count_answers(question_set, load.batches)
+        contexts = summarise_batches(question_set, load.batches, load.prompt_lengths, self.options.seed)
+        return make_entry(load.figures, counts, contexts, self.options.decode.make_sampling())
 
 
 def judge_server(options: JudgeOptions, question_set: QuestionSet, predict: Predict, console: progress.Results) -> None:
@@ -168,7 +172,7 @@ def judge_server(options: JudgeOptions, question_set: QuestionSet, predict: Pred
 
 def load_served_head(options: JudgeOptions) -> list[ComparedHead]:
     """The head of checkpoint=, if it is given. Raises ValueError for several."""
-    heads = load_heads(options.checkpoint, options.target)
+    heads = load_heads(options.checkpoint, options.target, Drafting(window=options.decode.window))
     if len(heads) > 1:
         raise ValueError("A server is compared with one head: give one checkpoint=DIR, that of the head it serves.")
     return heads

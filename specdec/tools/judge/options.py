@@ -4,7 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import model_validator
 
-from specdec.core.option_types import SmallCount, Text, Whole
+from specdec.core.option_types import SmallCount, Text, Whole, Window
 from specdec.engines.client import find_address
 from specdec.measuring.servers.server import ServerOptions
 from specdec.options.command_types import MEMORY, OutputFolder
@@ -13,6 +13,7 @@ from specdec.options.decoding import SamplingOptions
 
 class JudgeDecodeOptions(SamplingOptions):
     depth: SmallCount
+    window: Window | None
 
 
 class JudgeOptions(ServerOptions):

@@ -20,7 +20,6 @@ from specdec.measuring.servers.cpu_share import CpuMeter
 from specdec.measuring.servers.referee import ServedAnswer, ServedBatch
 from specdec.measuring.servers.server import Connection, Request, Server, TriedServer
 
-BatchPairs = list[tuple[ServedBatch, ServedBatch | None]]  # answers with drafts, and those without to the same requests
 Key = dict[str, Any]  # fields that all rows of a load, or of a check, share
 
 
@@ -115,13 +114,15 @@ def answer_batch(connections: dict[str, Connection], batch: list[Request], meter
     return {**answered, "others": others, "when": when}
 
 
-def read_batch_pairs(rows: list[dict], concurrency: int) -> BatchPairs:
-    """The batches of a load in order, with drafts and without."""
-    pairs: BatchPairs = []
-    for row in select_rows(rows, {"requests": concurrency}):
-        baseline = ServedBatch.from_row(row["plain"]) if "plain" in row else None
-        pairs.append((ServedBatch.from_row(row["drafted"]), baseline))
-    return pairs
+def read_batch_pairs(rows: list[dict], concurrency: int) -> list[tuple[ServedBatch, ServedBatch | None]]:
+    """The batches of a load in order, with drafts and without. Raises ValueError where a server answered nothing."""
+    selected = select_rows(rows, {"requests": concurrency})
+    drafted = [ServedBatch.from_row(row["drafted"]) for row in selected]
+    baseline = [ServedBatch.from_row(row["plain"]) if "plain" in row else None for row in selected]
+    for batches in (drafted, [batch for batch in baseline if batch is not None]):
+        if batches and not any(batch.answers for batch in batches):
+            raise ValueError(f"None of the requests was answered. {batches[0].failed[0]['error']}")
+    return [*zip(drafted, baseline)]
 
 
 def read_answers(rows: list[dict], name: str, key: Key) -> dict[str, ServedAnswer]:
