@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from specdec.engines.start_lines import StartLine
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # addresses of all interfaces, with those of this machine
 READY = (200, 401)  # 401: it asks for a key
+CHANGING_WORDS = re.compile(r"^\(.*?\)\s*|^error: ")  # at the beginning of a line of a log
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -51,32 +53,38 @@ def run_server(line: StartLine, host: str, port: int, sentence: str) -> None:
     with open_server(line, host, port) as server:
         print(sentence, flush=True)
         if server.wait():
-            raise ValueError(describe_end(server))
+            raise ValueError(describe_end(server, None))
 
 
 @contextlib.contextmanager
 def open_server(
-    line: StartLine, host: str, port: int, *, output: IO | None = None, patience: float = math.inf
+    line: StartLine, host: str, port: int, *, log: Path | None = None, patience: float = math.inf
 ) -> Iterator[subprocess.Popen]:
     """A server from the time that it answers. It ends with the context, and all of its processes with it.
 
-    output: file of what it prints; patience: seconds that it has to start
+    log: file of what it prints; patience: seconds that it has to start
     Raises ValueError where the port is taken, and for a server that ends or is not ready in time.
     """
-    check_address(host, port)
+    open_port(host, port).close()  # another server would be taken for it
     paths = [line.environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
     path = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment = ENVIRONMENT | dict(os.environ) | line.environment | path
-    # A session of its own: Ctrl-C reaches this process, which then ends the server and all of its processes
-    server = subprocess.Popen(line.words, stdout=output, stderr=output, env=environment, start_new_session=True)
+    with contextlib.nullcontext() if log is None else open_log(log) as output:
+        # A session of its own: Ctrl-C reaches this process, which then ends the server and all of its processes
+        server = subprocess.Popen(line.words, stdout=output, stderr=output, env=environment, start_new_session=True)
     try:
-        wait_for_answer(server, make_url(host, port), patience)
+        wait_for_answer(server, make_url(host, port), patience, log)
         yield server
     finally:
         end_processes(server)
 
 
-def wait_for_answer(server: subprocess.Popen, url: str, patience: float) -> None:
+def open_log(path: Path) -> IO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("w")
+
+
+def wait_for_answer(server: subprocess.Popen, url: str, patience: float, log: Path | None) -> None:
     deadline = time.monotonic() + patience
     while not answers(url):
         if server.poll() is not None:
@@ -85,7 +93,7 @@ def wait_for_answer(server: subprocess.Popen, url: str, patience: float) -> None
             raise ValueError(f"The server does not answer at {url} after {patience:.0f} s.")
         time.sleep(0.5)
     if server.poll() is not None:  # another one may answer
-        raise ValueError(describe_end(server))
+        raise ValueError(describe_end(server, log))
 
 
 def end_processes(server: subprocess.Popen) -> None:
@@ -99,8 +107,14 @@ def end_processes(server: subprocess.Popen) -> None:
         signal.signal(number, handler)
 
 
-def describe_end(server: subprocess.Popen) -> str:
-    return f"The server ended with status {server.returncode}; its last lines above say why."
+def describe_end(server: subprocess.Popen, log: Path | None) -> str:
+    """The sentence on a server that has ended, with the last line of its log that names an error, or its last line."""
+    if log is None:
+        return f"The server ended with status {server.returncode}; its last lines above say why."
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"(Error|error): ", line)]
+    text = (errors or lines or ["its log is empty"])[-1]
+    return f"It did not start: {CHANGING_WORDS.sub('', text)[:400]}"
 
 
 def answers(url: str) -> bool:
@@ -118,9 +132,10 @@ def make_url(host: str, port: int) -> str:
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
-def check_address(host: str, port: int) -> None:
-    """Raises ValueError where no server can listen: another one would be taken for it."""
+def open_port(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises ValueError for an address that cannot be used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        raise ValueError(f"No server can listen at port={port} of host={host}: {error.strerror or error}.") from None
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"Nothing can listen at {host}:{port} ({error}): choose another port= or host=.") from error

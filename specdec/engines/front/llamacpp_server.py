@@ -1,17 +1,14 @@
-"""llama.cpp, for a Python that has xllamacpp. It imports nothing of this project.
+"""llama.cpp's own HTTP server, for engine=llamacpp of `specdec launch_engine`, in a Python that has xllamacpp.
 
-With `port` it is llama.cpp's own HTTP server, for engine=llamacpp of `specdec launch_engine`. Without, it reads one
-request per line of standard input and answers each with one line of JSON, for benchmarks/engines/llamacpp.py.
+It imports nothing of this project.
 """
 
 import json
-import os
-import re
 import sys
 import time
 
 
-def serve_http(*, host: str, port: int, model: str, parallel: int, **settings) -> None:
+def serve(*, host: str, port: int, model: str, parallel: int, **settings) -> None:
     """Serves until the process ends. model: name of the model for requests; parallel: requests at once"""
     import xllamacpp
 
@@ -24,31 +21,16 @@ def serve_http(*, host: str, port: int, model: str, parallel: int, **settings) -
         time.sleep(3600)
 
 
-def serve(*, kind: str | None, **settings) -> None:
-    """Answers requests until standard input ends. kind: speculation, None for none; settings: as for `make_params`"""
-    import xllamacpp
-
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what llama.cpp prints itself goes to standard error
-    server = xllamacpp.Server(make_params(kind=kind, **settings))
-    print("{}", file=replies, flush=True)
-    before = read_counters(server)
-    for line in sys.stdin:
-        reply = server.handle_completions(json.loads(line))
-        if "error" in reply:
-            reply = {"error": f"{reply['error']['message']}. Give token ids of the GGUF file's target."}
-        elif kind:
-            after = read_counters(server)
-            reply["counts"] = [subtract(new, old) for new, old in zip(after, before)]
-            before = after
-        print(json.dumps(reply), file=replies, flush=True)
-
-
 def make_params(
     *, gguf: str, threads: int, context: int, draft: str | None, kind: str | None, num: int, cache: str,
     settings: dict[str, int],
 ):  # fmt: skip
-    """llama.cpp's parameters: one slot with all the context, on the CPU. Arguments as of llamacpp.LlamaCpp"""
+    """llama.cpp's parameters: one slot with all the context, on the CPU.
+
+    gguf, draft: files of the target and of a drafter, which drafts `num` tokens in every round, and fewer only if the
+        answer has no room for more; context: tokens of a prompt and its answer
+    kind: speculation, such as DRAFT_EAGLE3; None for none; settings: its own; cache: type of stored keys and values
+    """
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -58,7 +40,7 @@ def make_params(
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads  # a token's pass, the prompt's pass
     params.cache_prompt, params.cache_ram_mib, params.n_ctx_checkpoints = False, 0, 0  # calls share nothing
     params.cache_type_k = params.cache_type_v = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{cache.upper()}")
-    params.verbosity, params.endpoint_metrics = 1, True  # errors only; for `read_counters`
+    params.verbosity, params.endpoint_metrics = 1, True  # errors only; counts of drafts
     if kind:
         kinds = xllamacpp.common_speculative_type
         params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{kind}")]
@@ -74,23 +56,5 @@ def make_params(
     return params
 
 
-def subtract(new: list[int], old: list[int]) -> list[int]:
-    """The growth of counters; those that are new began at 0."""
-    return [after - before for after, before in zip(new, old + [0] * (len(new) - len(old)))]
-
-
-def read_counters(server) -> list[list[int]]:
-    """Rounds with drafts, drafted tokens and accepted tokens, since the server was loaded.
-
-    llama.cpp prints them with six digits: beyond a million they are rounded.
-    """
-    text, counters = server.handle_metrics(), []
-    for name in ("drafts_total", "draft_tokens_total", "accepted_tokens_total"):
-        values = re.findall(rf"^llamacpp:spec_decode_num_{name}(?:{{.*}})? (\S+)", text, re.MULTILINE)
-        counters.append([int(float(value)) for value in values])
-    return counters
-
-
 if __name__ == "__main__":
-    options = json.loads(sys.argv[1])
-    (serve_http if "port" in options else serve)(**options)
+    serve(**json.loads(sys.argv[1]))

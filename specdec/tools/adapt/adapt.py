@@ -2,7 +2,6 @@
 
 from specdec.options.command_line import read_command, split_list
 
-import functools
 import gc
 import itertools
 import json
@@ -60,6 +59,8 @@ PACK_MULTIPLE = 128  # tokens; packs have a multiple of it, so that the target's
 SHORTEST_PACK = 512  # tokens of a pack, unless `length` is less
 LR_SHARE = 1 / 3  # learning rate over that of the head's training (results/36-accepted-adaptations.md)
 ADAMW_LR = {"eagle3": 2.5e-4, "mtp": 7e-4}  # rates of AdamW for heads that are trained with Muon
+# Present options in place of losses and of a weighting of earlier versions, by group
+REPLACEMENTS = {"losses": "losses.kl=1", "weighting": "weighting=decay"}
 VALIDATIONS = 10  # validations of a training
 PATIENCE = 3  # validations without a rise of tau that end a training
 NUM_VALIDATION_ANSWERS = 32  # most answers that choose the step
@@ -266,10 +267,9 @@ def open_source(
     name, trusted = target.name or str(document.get("target")), target.trust_remote_code
     tokenizer = loading.load_tokenizer(name, trust_remote_code=trusted)
     fingerprint = home.source_record.get("target_fingerprint", document.get("target_fingerprint"))
-    read_fingerprint = functools.cache(lambda: Target.load_ends(name, trust_remote_code=trusted).identity)
     vocabulary = token_text.digest_vocabulary(tokenizer)
     writer = name if target == options.target else split_name(options.checkpoint)[0]  # served before the repair
-    return adaptation.TrafficSource(vocabulary, writer, fingerprint, read_fingerprint), tokenizer
+    return adaptation.TrafficSource(vocabulary, writer, fingerprint), tokenizer
 
 
 def read_new_answers(
@@ -553,18 +553,13 @@ def make_arguments(options: AdaptOptions, home: AdaptationFolder, plan: Adaptati
     length, steps = size_training(options, plan)
     folder = home.training.resolve()  # out= may be relative in one launch and absolute in the next
     settings, head = read_run_settings(home.first_head / "config.yaml"), find_head_option(home.first_head)
-    objective = settings.get("head", {}).get("objective", {})
     recorded = settings.get("optimizer", {})
     trained_lr = recorded.get("lr") or yaml.safe_load(config_files.list_files("head")[head].read_text())["lr"]
     if head in ADAMW_LR and (not recorded or recorded.get("name") == "muon"):
         trained_lr = ADAMW_LR[head]
     values: dict[str, Any] = {
         "head.objective.supervise": "answers",
-        **{
-            f"head.objective.{key}": value
-            for key, value in config_files.flatten(objective).items()
-            if key != "_target_"
-        },
+        **list_recorded_objective(settings, head, options.training),
         "run": folder / "run",
         "start": (home.path / plan.start).resolve(),
         "resume": "auto",
@@ -595,6 +590,29 @@ def make_arguments(options: AdaptOptions, home: AdaptationFolder, plan: Adaptati
     }
     rows = f"data.train=[{json.dumps(str(folder / 'train.jsonl'))}]"
     return [f"head={head}", rows, *(f"{key}={format_value(value)}" for key, value in values.items())]
+
+
+def list_recorded_objective(settings: dict, head: str, changes: dict[str, str]) -> dict[str, Any]:
+    """The recorded options of the objective that still exist, as train.py takes them.
+
+    settings: config.yaml of a run; head: name in conf/head; changes: options of the user, without `training.`
+    Raises ValueError for one that an earlier version used, unless the user chooses another.
+    """
+    recorded = config_files.flatten(settings.get("head", {}).get("objective", {}))
+    head_settings = yaml.safe_load(config_files.list_files("head")[head].read_text())
+    documents = config_files.read_file("objective", "base"), head_settings.get("objective", {})
+    names = {name for document in documents for name in config_files.flatten(document)} - {"_target_"}
+    used_names = {name for name, value in recorded.items() if value} - names
+    if recorded.get("weighting") == "vat":
+        used_names.add("weighting")
+    for name in used_names:
+        group = name.partition(".")[0]
+        if group in REPLACEMENTS and not any(change.startswith(f"head.objective.{group}") for change in changes):
+            raise ValueError(
+                f"The head was trained with {name}={recorded[name]}, which this version no longer has: give "
+                f"training.head.objective.{REPLACEMENTS[group]}, or use an earlier version."
+            )
+    return {f"head.objective.{name}": value for name, value in recorded.items() if name in names}
 
 
 def format_value(value: Any) -> str:

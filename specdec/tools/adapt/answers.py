@@ -3,7 +3,7 @@
 import collections
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.core.wording import format_count
 from specdec.measuring import replay
-from specdec.target.fingerprint import VERSION, Fingerprint
+from specdec.target.fingerprint import Fingerprint
 from specdec.text import conversations as data
 from specdec.text.messages import read_arguments, select_variables, write_arguments
 from specdec.tools.server import record
@@ -80,13 +80,11 @@ class TrafficSource:
     """The target whose answers are wanted.
 
     tokenizer: fingerprint as of token_text.digest_vocabulary; target: name
-    read_fingerprint: reads the fingerprint from the target's files, for rows with another form of it
     """
 
     tokenizer: str
     target: str
     target_fingerprint: str | None = None
-    read_fingerprint: Callable[[], Fingerprint] | None = None
 
     def accepts_writer(self, row: dict) -> bool:
         """Whether the target wrote a row: by fingerprints, or by names where one is unknown or of a file of llama.cpp.
@@ -95,14 +93,9 @@ class TrafficSource:
         """
         stored, expected = row.get("target_fingerprint"), self.target_fingerprint
         if stored is not None and expected is not None and "-gguf-" not in f"{stored} {expected}":
-            same_form = str(stored).startswith(VERSION) == expected.startswith(VERSION)
-            fingerprint = (
-                Fingerprint.from_text(expected)
-                if same_form or self.read_fingerprint is None
-                else self.read_fingerprint()
-            )
-            if fingerprint.covers_layers(str(stored)):
-                return fingerprint.matches(str(stored))
+            fingerprint = Fingerprint.from_text(expected)
+            if fingerprint.is_comparable(str(stored)):
+                return fingerprint.matches(stored)
         return row.get("target") is None or Path(str(row["target"])).name == Path(self.target).name
 
     def parse_row(self, row: dict | None, *, location: str) -> RecordedAnswer | str:

@@ -17,6 +17,7 @@ rows and training hold texts of users: these folders are made for their owner al
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from pathlib import Path
 from specdec import checkpoint
 from specdec.core import files, hub
 from specdec.measuring import trained_prompts
+from specdec.target.fingerprint import describe_outdated, is_outdated
 from specdec.target.model import Target
 from specdec.tools.adapt.answers import Answers, read_answers, to_lines
 
@@ -125,7 +127,10 @@ class AdaptationFolder:
         """Records the target. Raises ValueError if its weights are not those with which the adaptations here began."""
         source_record, target_record = self.source_record, _describe_target(target)
         recorded_fingerprint = source_record.get("target_fingerprint", target_record["target_fingerprint"])
-        if not target.matches(recorded_fingerprint):
+        if is_outdated(recorded_fingerprint):
+            clause = describe_outdated(f"{self.path} names its target {source_record['target']}", target.name)
+            warnings.warn(f"{clause}: if it is another, choose another out=.", stacklevel=2)
+        elif not target.matches(recorded_fingerprint):
             raise ValueError(
                 f"{target.name} is another target (fingerprint {target_record['target_fingerprint']}) "
                 "than the one with "

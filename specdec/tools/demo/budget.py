@@ -6,7 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
+from specdec.heads.base import Drafter
+from specdec.measuring.replay import AnsweredPrompt
+from specdec.unroll import replay
 
 Item = TypeVar("Item")
 
@@ -24,7 +29,11 @@ MIN_ROWS = 8  # rows of the training, at least
 JUDGING_SHARE = 0.25  # share of the second part for replaying both heads
 COST_PASSES = 60  # passes of the target in which proposer=auto measures its costs, as plain tokens
 TRAINING_STARTS = 3.0  # starts of a process that the launcher and train.py take together
-PADDING_FACTOR = 1.15  # time of a training step over that of its texts: padding, clipping, saved states
+# Time of a training step over the replay of its tokens, and of an update over the replay of a token. shipped/mtp had
+# .34 and 9 (SmolLM2, two cores); padding, clipping and saved states add to that. A step has the head's part of a replay
+# forward and backward, so other heads and machines need 3 at most: they end in time at the first validation
+STEP_READS, UPDATE_READS = 0.8, 12
+MEASURED_TOKENS = 24  # tokens that are decoded
 OVERRUN = 1.25  # time of a part over what was said, at most
 
 
@@ -33,15 +42,42 @@ class Speeds:
     """Seconds on this machine.
 
     start: loading of packages and target; token, drafted: a token of plain decoding, and with drafts
-    read: replay along a token of a text; step: training on a token whose features are there; update: the optimizer
+    read: replay along a token of a text
     """
 
     start: float
     token: float
     drafted: float
     read: float
-    step: float
-    update: float
+
+    def find_step(self, num_tokens: float) -> float:
+        """Seconds of the training on a token whose features are there. num_tokens: tokens of a step"""
+        return self.read * (STEP_READS + UPDATE_READS / num_tokens)
+
+
+def time_token(decoder: Decoder, prompt: list[int]) -> float:
+    """Seconds of a decoded token, without the prompt's pass, in an answer after one that warms up."""
+    decoder.generate([prompt], MEASURED_TOKENS)
+    return 1 / (decoder.generate([prompt], MEASURED_TOKENS).tokens_per_second or math.inf)
+
+
+def measure_speeds(drafter: Drafter, text: AnsweredPrompt) -> Speeds:
+    """The speeds of decoding and of replay. text: one of the service"""
+    start, target, pair = time.process_time(), drafter.target, (text.prompt, text.answer)
+    plain = Decoder(target, None, sampling=Sampling(temperature=0), stop=set())
+    drafting_decoder = DRAFTING.decoder(
+        target, DRAFTING.proposer(drafter), sampling=plain.sampling, stop=set(), runner=plain.runner
+    )
+    token, drafted = (time_token(decoder, text.prompt) for decoder in (plain, drafting_decoder))
+    for _ in range(2):  # the first one warms up
+        begun = time.perf_counter()
+        replay.replay_answers(drafter, [pair], depth=find_depth(drafter), temperature=0)
+    return Speeds(start, token, drafted, (time.perf_counter() - begun) / text.length)
+
+
+def find_depth(drafter: Drafter) -> int:
+    """Steps of the training's unroll: the drafter's own number, or as many as a chain has drafts."""
+    return drafter.depth or DRAFTING.depth
 
 
 @dataclass(frozen=True)
@@ -109,8 +145,8 @@ def plan_demo(speeds: Speeds, sizes: TextSizes, *, minutes: float) -> DemoPlan:
     num_judged = min(bound(JUDGING_SHARE * limits[1] / judged_seconds, (JUDGED_ANSWERS[0], most)), most)
     fixed = TRAINING_STARTS * speeds.start + num_judged * judged_seconds
     fixed += (1 + NUM_VALIDATIONS) * NUM_CHOOSING * sizes.row_tokens * speeds.read
-    step_seconds = PADDING_FACTOR * speeds.step + speeds.update / sizes.step_tokens  # of a token
-    row_seconds = sizes.row_tokens * (speeds.read + EPOCHS * step_seconds)  # the target reads each text once
+    # The target reads each text once
+    row_seconds = sizes.row_tokens * (speeds.read + EPOCHS * speeds.find_step(sizes.step_tokens))
     num_rows = min(bound((limits[1] - fixed) / row_seconds, (MIN_ROWS, sizes.rows)), sizes.rows)
 
     # The comparison: plain decoding and three ways to draft

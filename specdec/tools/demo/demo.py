@@ -33,12 +33,12 @@ from specdec.tools.demo.budget import (
     NUM_VALIDATIONS,
     OVERRUN,
     DemoPlan,
-    Speeds,
     TextSizes,
+    find_depth,
+    measure_speeds,
     plan_demo,
 )
 from specdec.tools.demo.service import read_service
-from specdec.tools.demo.speed import find_depth, measure_speeds
 
 PACK_MULTIPLE, LONGEST_PACK = 64, 2048  # tokens of a pack, which holds the longest row: its multiple, and at most
 
@@ -127,7 +127,7 @@ class Demo:
             return DemoPlan(**self.record.document["plan"])
         with progress.start_task("measuring this machine"):
             text = sorted(self.texts, key=lambda text: text.length)[len(self.texts) // 2]
-            speeds = measure_speeds(self.options.checkpoint, self.drafter, text)
+            speeds = measure_speeds(self.drafter, text)
         speeds = dataclasses.replace(speeds, start=self.start_seconds)
         trained = self._encode(self.service.training)
         sizes = TextSizes(
@@ -144,11 +144,11 @@ class Demo:
 
     def run(self) -> None:
         """Says what the parts do and how long they take, and runs those that have not been done."""
-        speeds, console = Speeds(**self.record.document["speeds"]), self.console
+        speeds, console = self.record.document["speeds"], self.console
         threads = format_count(torch.get_num_threads(), "thread")
         console.say(
-            f"This machine: {1 / speeds.token:.1f} tokens/s of plain decoding, "
-            f"{1 / (speeds.read + speeds.step):.0f} tokens/s of training, {threads}."
+            f"This machine: {1 / speeds['token']:.1f} tokens/s of plain decoding, "
+            f"{1 / speeds['read']:.0f} tokens/s of replay, {threads}."
         )
         plan, finished = self.plan, self.record.finished_parts
         titles = (

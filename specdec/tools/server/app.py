@@ -50,6 +50,7 @@ class ServerContext:
     stop: token ids that end an answer
     model: name of the target, which requests may give
     max_length: tokens of a prompt and its answer; timeout: seconds of a request
+    note_length: function that is called with the tokens of each prompt
     render_page: function of what drafts. Returns the HTML of the live page
     recorder: writer of answered requests; None: nothing is recorded
     weights: folder of heads that may be loaded; None: none may be
@@ -64,6 +65,7 @@ class ServerContext:
     model: str
     max_length: int = 4096
     timeout: float = 600.0
+    note_length: Callable[[int], object] = lambda length: None
     render_page: Callable[[ServedDrafter], str] = lambda drafter: drafter.title
     recorder: Recorder | None = None
     weights: WeightsFolder | None = None
@@ -318,6 +320,7 @@ def _queue_request(served: ServerContext, settings: RequestSettings, constraint:
             "(max_length=).",
             parameter="max_tokens" if tokens_left >= 1 else "messages",
         )
+    served.note_length(len(prompt))
     loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
     def deliver(event: Event) -> None:

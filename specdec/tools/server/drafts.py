@@ -11,6 +11,7 @@ from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.loading import OpenTarget
+from specdec.measuring.contexts import TrainedLength
 from specdec.options import proposers
 from specdec.options.proposers import ProposerOptions
 from specdec.proposers.auto import AutoProposer
@@ -78,11 +79,18 @@ def describe_drafter(
     """
     shape = proposer.shape if isinstance(proposer, HeadProposer) else None
     title = f"{shape or name} of {folder}" if folder else str(shape or name)
+    head_name, trained_length = None, None
+    if checkpoint_folder:
+        head_name = checkpoint.name_checkpoint(checkpoint_folder)
+        drafter = getattr(proposer.shaped_head if isinstance(proposer, AutoProposer) else proposer, "drafter", None)
+        tokens = checkpoint.find_trained_length(checkpoint_folder)
+        trained_length = TrainedLength.from_head(head_name, tokens, drafter)
     return ServedDrafter(
         f"{title}, version {version}" if version else title,
-        checkpoint.name_checkpoint(checkpoint_folder) if checkpoint_folder else None,
+        head_name,
         version,
         shape.nodes if shape else None,
+        trained_length,
     )
 
 

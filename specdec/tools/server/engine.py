@@ -9,7 +9,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -51,7 +51,7 @@ class Replacement:
 
 
 class Engine:
-    """Decodes jobs in a thread of its own, from `start` until `stop`.
+    """Decodes jobs in a thread of its own, from `start` until `stop`, or in the one that calls `run_here`.
 
     drafted, plain: decoders of one target; max_requests: requests of each that are decoded at once
     max_waiting: requests that may wait
@@ -93,7 +93,15 @@ class Engine:
         return DraftLanes(usual, seeded, [usual, seeded])
 
     def start(self) -> None:
-        self.thread.start()
+        """Decodes in a new thread from now on, unless a thread does so already."""
+        if self.thread.ident is None:
+            self.thread.start()
+
+    def run_here(self, tell: Callable[[], None]) -> None:
+        """Decodes in this thread until `stop`. tell: called once requests may come"""
+        self.thread = threading.current_thread()
+        tell()
+        self._run()
 
     def stop(self) -> None:
         """Ends the thread once all submitted jobs have ended."""

@@ -15,6 +15,7 @@ from specdec.core.sampling import Sampling
 from specdec.decoding.batch import Batch, BatchRound, Request
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.prefill import Prefill
+from specdec.measuring.contexts import TrainedLength
 
 LOG = logging.getLogger(__name__)
 MAX_PADDED_TOKENS = 8192  # tokens of prompts that are read together, padded to the longest; one prompt may have more
@@ -56,12 +57,14 @@ class ServedDrafter:
     title: its shape or name, and its head's folder; checkpoint: name of the head's checkpoint, None without one
     version: text that came with weights while the server ran; None: it began with them
     num_drafts: drafts of a round; None: their number varies
+    trained_length: longest text of the head's training; None without a head
     """
 
     title: str = ""
     checkpoint: str | None = None
     version: str | None = None
     num_drafts: int | None = None
+    trained_length: TrainedLength | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {"checkpoint": self.checkpoint, "version": self.version, "drafts": self.num_drafts}

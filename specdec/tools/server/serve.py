@@ -4,6 +4,9 @@ import copy
 import functools
 import logging
 import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -14,6 +17,7 @@ from specdec.core.option_types import Count, Duration, Text
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
+from specdec.engines.launch import open_port
 from specdec.loading import LoadedProposer, OpenTarget
 from specdec.measuring.page import render_live_page
 from specdec.options import decoding
@@ -26,6 +30,7 @@ from specdec.text import conversations as data
 from specdec.tools.grammar.grammar import GrammarCompiler
 from specdec.tools.server.drafts import DraftsMaker, describe_drafter, warm_up
 from specdec.tools.server.engine import Engine
+from specdec.tools.server.lane import ServedDrafter
 from specdec.tools.server.record import Recorder
 from specdec.tools.server.weights import WeightsFolder, check_weights_folder
 
@@ -67,11 +72,24 @@ def run_server(options: ServeOptions) -> None:
         from specdec.tools.server.app import make_app
     except ImportError as error:
         raise ValueError(f"Serving needs more packages ({error}): pip install {DISTRIBUTION}") from error
-    listening = open_port(options.host, options.port)
-    served = load_server(options)
+    listening = open_port(options.host, options.port)  # before anything large is loaded
+    # A thread that computes has its own OpenMP threads, and those of two share the cores: one does it all
+    loaded: Future[ServerContext] = Future()
+    threading.Thread(target=run_engine, args=(options, loaded), name="engine", daemon=True).start()
+    served = loaded.result()
     print_address(options, listening, f"{served.model}, drafted by {served.engine.drafts.drafter.title}")
     config = uvicorn.Config(make_app(served), log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listening])
+
+
+def run_engine(options: ServeOptions, loaded: "Future[ServerContext]") -> None:
+    """Loads a server, and decodes in the same thread until its engine is stopped. loaded: gets it, or what is raised"""
+    try:
+        served = load_server(options)
+    except BaseException as error:
+        loaded.set_exception(error)
+        return
+    served.engine.run_here(functools.partial(loaded.set_result, served))
 
 
 def load_server(options: ServeOptions) -> "ServerContext":
@@ -117,9 +135,27 @@ def load_server(options: ServeOptions) -> "ServerContext":
         render_page=lambda drafter: render_live_page(
             target=model, drafts=drafter.title, max_length=max_length, chat=bool(tokenizer.chat_template)
         ),
+        note_length=make_length_note(lambda: engine.drafts.drafter),
         recorder=recorder,
         weights=weights,
     )
+
+
+def make_length_note(find_drafter: Callable[[], ServedDrafter]) -> Callable[[int], None]:
+    """A function that warns of the first prompt that is longer than all texts of the head's training.
+
+    find_drafter: returns what drafts now; the first such prompt of each head is named
+    """
+    noted: list[ServedDrafter] = []
+
+    def note_length(length: int) -> None:
+        drafter = find_drafter()
+        if drafter.trained_length is not None and drafter not in noted[-1:]:
+            for sentence in drafter.trained_length.describe_longer([length]):
+                noted.append(drafter)
+                progress.print_note(f"warning: {sentence}")
+
+    return note_length
 
 
 def print_address(options: ServeOptions, listening: socket.socket, title: str) -> None:
@@ -151,12 +187,3 @@ def make_engine(options: ServeOptions, drafting: Drafting, loaded: LoadedPropose
         prefill_tokens=options.prefill_tokens,
         drafter=describe_drafter(loaded.name, loaded.proposer, options.checkpoint, loaded.checkpoint),
     )
-
-
-def open_port(host: str, port: int) -> socket.socket:
-    """A socket that listens, before anything large is loaded. Raises ValueError for an address that cannot be used."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"Nothing can listen at {host}:{port} ({error}): choose another port= or host=.") from error

@@ -6,6 +6,8 @@ conf/protocol/NAME.yaml  what a publication sends to the target, with which sett
 A question has one or more turns. The target's own answer to a turn comes before the next one.
 """
 
+from specdec.options.command_line import read_numbers
+
 import dataclasses
 import functools
 import itertools
@@ -19,23 +21,31 @@ from typing import Any
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from specdec import loading
+from specdec import checkpoint, loading
 from specdec.core.option_types import describe_unknown_choice
 from specdec.measuring import questions
+from specdec.measuring.answer_prompts import AnswerOptions
 from specdec.measuring.counting import SPECDEC, Counting
 from specdec.measuring.questions import Question, QuestionOptions, QuestionSet, name_request
+from specdec.options.target import TargetOptions
+from specdec.target.model import load_tokenizer
 from specdec.text import chat_template, reading, token_text
 from specdec.text.conversations import Prompt
 from specdec.text.messages import MODE
+from specdec.tools.suites import cutting, ruler
 
 CONF = Path(__file__).with_name("conf")
 FIELD = re.compile(r"\{(\w+)\}")  # fields of a template; other braces stand for themselves
+MAX_LENGTH = 2**20  # tokens; a bound against misspelt numbers
 SHAPES = ("chains", "trees")  # options of a protocol that give way to the user's own shape
 # FastChat's conversation form vicuna_v1.1, which Spec-Bench sends to every target
 VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions. "
 )
+
+
+GeneratedOptions = QuestionOptions | AnswerOptions  # both name suite, subset, lengths and limit
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,13 @@ class Protocol:
 
     digest = property(lambda self: reading.digest_prompts([asdict(self)]))  # 16 hex digits of all fields
 
+    def add_system(self, row: dict, name: str) -> dict:
+        """The row with the system message in front, if there is one. name: name of a subset or suite"""
+        system = self.system.get(name, "") if isinstance(self.system, dict) else self.system
+        if not system:
+            return row
+        return row | {"prompt": None, "messages": [{"role": "system", "content": system}, *row["messages"]]}
+
 
 NO_PROTOCOL = Protocol(name="", title="", source="", options={}, counting=SPECDEC)  # this project's own way
 
@@ -124,6 +141,7 @@ def list_presets(texts: dict[str, str]) -> dict[str, str]:
     presets: dict[str, Any] = {}
     suite = texts.get("suite", "")
     if suite:
+        presets["prompts"] = "null"  # `answer` needs one of both
         presets["max_new_tokens"] = read_conf("suite", suite)["max_new_tokens"]
     if texts.get("protocol"):
         protocol = read_protocol(texts["protocol"])
@@ -153,16 +171,9 @@ def read_questions(options: QuestionOptions, heads: Sequence[str]) -> QuestionSe
         common["protocol"] = {"name": protocol.name, "title": protocol.title, "digest": protocol.digest}
     if options.suite is None:
         return dataclasses.replace(questions.read_rows(options, heads), **common)
-    suite = load_suite(
-        options.suite,
-        options.prompts,
-        split=options.split,
-        subset=options.subset,
-        protocol=protocol,
-        licence_accepted=options.accept_licence,
-    )
+    suite = read_suite(options, heads, protocol, arguments)
     return QuestionSet(
-        reading.spread_rows(suite.questions, options.limit),
+        suite.questions,
         suite.source,
         suite={"name": suite.name, "title": suite.title, "digest": suite.digest},
         stop=protocol.stop.get(suite.name, []),
@@ -170,6 +181,94 @@ def read_questions(options: QuestionOptions, heads: Sequence[str]) -> QuestionSe
         licence=suite.licence,
         **common,
     )
+
+
+# Questions of a chosen length
+
+
+def read_suite(options: QuestionOptions, heads: Sequence[str], protocol: Protocol, arguments: dict[str, Any]) -> Suite:
+    """The suite of the options: `limit` of its questions, with lengths= at each length.
+
+    Raises ValueError as `load_suite`, and for lengths= of a suite without them.
+    """
+    entry = read_conf("suite", str(options.suite))
+    if "lengths" not in entry:
+        if options.lengths:
+            raise ValueError(f"suite={options.suite} is asked as it is published: leave lengths= out.")
+        suite = load_options_suite(options, protocol)
+        return dataclasses.replace(suite, questions=reading.spread_rows(suite.questions, options.limit))
+    tokenizer = open_tokenizer(options.target, heads)
+    unit = f"lengths are in tokens of {tokenizer.name_or_path}"
+    settings: dict[str, Any] = {"tokenizer": tokenizer, "arguments": arguments, "protocol": protocol}
+    if "generated" in entry:
+        if options.prompts or options.accept_licence:
+            raise ValueError(f"suite={options.suite} is generated: leave prompts= and accept_licence= out.")
+        rows = generate(options, options.split or "test", **settings)
+        questions = [Question(row["id"], row["category"], (row,)) for row in rows]
+        licence, digest = "{name} (forbids {forbids})".format(**entry["licence"]), reading.digest_prompts(rows)
+        return Suite(str(options.suite), entry["title"], questions, entry["title"], digest, licence, unit)
+    suite = load_options_suite(options, protocol)
+    questions = reading.spread_rows(suite.questions, options.limit)
+    cut, note = cutting.cut_questions(
+        questions, read_lengths(options), functools.partial(count_prompt, **settings), tokenizer
+    )
+    return dataclasses.replace(suite, questions=cut, note="; ".join(filter(None, [suite.note, unit, note])))
+
+
+def load_options_suite(options: QuestionOptions, protocol: Protocol) -> Suite:
+    """The whole suite that the options name. Raises ValueError as `load_suite`."""
+    return load_suite(
+        str(options.suite),
+        options.prompts,
+        split=options.split,
+        subset=options.subset,
+        protocol=protocol,
+        licence_accepted=options.accept_licence,
+    )
+
+
+def read_lengths(options: GeneratedOptions) -> list[int]:
+    """The lengths of the options, or those of the suite. Raises ValueError for what is no list of lengths."""
+    return read_numbers("lengths", options.lengths or read_conf("suite", str(options.suite))["lengths"], MAX_LENGTH)
+
+
+def open_tokenizer(target: TargetOptions, heads: Sequence[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer by which lengths are counted: that of target.name=, else of the first head's target."""
+    name = target.name or (loading.find_target_name(checkpoint.resolve(heads[0])) if heads else loading.DEFAULT_TARGET)
+    return load_tokenizer(name, trust_remote_code=target.trust_remote_code)
+
+
+def count_prompt(row: dict, **settings: Any) -> int:
+    """The tokens of the prompt of a row. settings: see `encode_turn`"""
+    return len(encode_turn(Question("", "", (row,)), 0, (), **settings).tokens)
+
+
+def generate_rows(
+    options: GeneratedOptions, tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]
+) -> list[dict]:
+    """Rows of a generated suite to train on: other questions than `read_questions` has.
+
+    Raises ValueError for a suite that is not generated, which is there to evaluate.
+    """
+    if "generated" not in read_conf("suite", str(options.suite)):
+        raise ValueError(f"suite={options.suite} is there to evaluate: give prompts=, or suite=ruler.")
+    return generate(options, "train", tokenizer=tokenizer, arguments=arguments)
+
+
+def generate(options: GeneratedOptions, split: str, *, protocol: Protocol = NO_PROTOCOL, **settings: Any) -> list[dict]:
+    """The rows of `ruler.make_rows` for the options, as the protocol asks them. Raises ValueError as it does.
+
+    settings: see `encode_turn`
+    """
+    name = str(options.suite)
+
+    def count_tokens(text: str) -> int:
+        row = {"id": "", "category": "", "prompt": text, "messages": [{"role": "user", "content": text}], "tags": []}
+        return count_prompt(protocol.add_system(row, name), protocol=protocol, **settings)
+
+    num = options.limit or read_conf("suite", name)["num"]
+    rows = ruler.make_rows(options.subset, read_lengths(options), num, count_tokens, split=split)
+    return [protocol.add_system(row, name) for row in rows]
 
 
 # The questions of a suite
@@ -216,7 +315,8 @@ def open_suite(name: str, prompts: str | None, split: str | None, protocol: Prot
     entry = read_conf("suite", name)
     source = entry["source"] if isinstance(entry["source"], dict) else {"split": "test"}
     if split not in (None, source["split"]):
-        raise ValueError(f"suite={name} is the split {source['split']}, not {split}: leave split= out.")
+        own_split = source["split"].replace("{subset}", "of each subset")
+        raise ValueError(f"suite={name} is the split {own_split}, not {split}: leave split= out.")
     if prompts is None and "hub" not in source:
         raise ValueError(f"suite={name} is not read from the Hub: give prompts=FILE or FOLDER. {entry['download']}")
     return SuiteReader(name, entry | {"source": source}, prompts, protocol)
@@ -243,7 +343,7 @@ class SuiteReader:
     @property
     def source_name(self) -> str:
         source = self.entry["source"]
-        return self.prompts or f"{source['hub']}, split {source['split']}"
+        return self.prompts or f"{source['hub']}, split {source['split'].replace('{subset}', 'of each subset')}"
 
     def label(self, subset: str) -> str:
         """The options that name a subset."""
@@ -292,6 +392,7 @@ class SuiteReader:
         entry, ranges = self.entry, self.entry.get("within", {})
         names = {*ranges, *FIELD.findall(f"{entry.get('template')} {self.protocol}")}
         names.update(*(as_list(entry.get(key)) for key in ("prompt", "id", "category")))
+        names.update(source for source, _ in entry.get("derived", {}).values())
         try:
             rows = [(location, drop_values(row, names)) for location, row in self.open_rows(subset)]
         except ValueError as error:
@@ -302,7 +403,8 @@ class SuiteReader:
         """(location, row) of each published row of a subset, read one after the other."""
         source = self.entry["source"]
         if self.prompts is None:
-            dataset = reading.open_dataset(source["hub"], source["split"], config=source.get("config"))
+            split = source["split"].replace("{subset}", subset)
+            dataset = reading.open_dataset(source["hub"], split, config=source.get("config"))
             return ((f"{source['hub']} row {index}", reading.to_row("", row)) for index, row in enumerate(dataset))
         files = find_published_files(self.entry["file"], self.prompts, subset)
         if not files and subset and Path(self.prompts).is_dir():
@@ -350,8 +452,7 @@ class SuiteReader:
     def make_question(self, question_id: str, location: str, row: dict, subset: str, examples: str) -> Question:
         """The question of a row. examples: text in front of it, which makes it plain text without a chat template"""
         originals = read_turns(self.entry, row)
-        template = self.protocol.templates.get(self.name, self.entry.get("template"))
-        texts = [fill_template(template, row)] if template else [*originals]
+        texts = self.fill_texts(row, subset) or [*originals]
         texts[0] = examples + texts[0]
         task = str(find_value(row, self.entry.get("category")) or subset or self.name)
         category = self.entry.get("tasks", {}).get(task, task)
@@ -362,12 +463,18 @@ class SuiteReader:
             {**common, "prompt": text, "messages": [{"role": "user", "content": text}], "original": original}
             for text, original in zip(texts[:1] if self.protocol.turns == "first" else texts, originals)
         ]
-        system = self.protocol.system
-        if isinstance(system, dict):
-            system = system.get(name_key(subset) or self.name, "")
-        if system:
-            turns[0] |= {"prompt": None, "messages": [{"role": "system", "content": system}, *turns[0]["messages"]]}
+        turns[0] = self.protocol.add_system(turns[0], name_key(subset) or self.name)
         return Question(question_id, category, tuple(turns), tuple(tags))
+
+    def fill_texts(self, row: dict, subset: str) -> list[str]:
+        """The text of the row's template; none for a suite without a template."""
+        template = self.protocol.templates.get(self.name, self.entry.get("template"))
+        if isinstance(template, dict):
+            template = template[subset]
+        if not template:
+            return []
+        text = fill_template(template, derive_fields(self.entry, row))
+        return [text.strip() if self.entry.get("strip") else text]
 
     def filter_category(self, questions: list[Question], category: str) -> list[Question]:
         """The questions of a category or task. Raises ValueError, naming what there is, where there are none."""
@@ -456,6 +563,20 @@ def read_turns(entry: dict, row: dict) -> list[str]:
 def find_content(turn: Any) -> Any:
     """The content of a user's message; any other value is returned as it is."""
     return turn.get("content") if isinstance(turn, dict) and turn.get("role") == "user" else turn
+
+
+def derive_fields(entry: dict, row: dict) -> dict:
+    """The row with the fields that a suite derives: an item of a list, or a pattern in a text; without blanks if so."""
+    fields = dict(row)
+    for name, (source, part) in entry.get("derived", {}).items():
+        value = row.get(source)
+        if isinstance(value, list) and isinstance(part, int) and part < len(value):
+            fields[name] = value[part]
+        elif isinstance(value, str) and isinstance(part, str) and (match := re.search(part, value)):
+            fields[name] = match[1]
+    if entry.get("strip"):
+        fields = {key: value.strip() if isinstance(value, str) else value for key, value in fields.items()}
+    return fields
 
 
 def fill_template(templates: str | list[str], row: dict) -> str:
