@@ -4,22 +4,17 @@
     python -m benchmarks.board spec_bench=downloads/Spec-Bench gsm8k=downloads/gsm8k
     specdec report board=results/board
 
-A cell is ENGINE/DRAFTER/SUITE. Cells run one after the other; those that have a record of these options are left out,
-so the same command continues. Where an engine cannot serve a drafter, its file says why. Engines that cannot leave
-out drafts run twice, with drafts and plainly; the CPU time that the servers take while nobody asks them is measured
-and recorded.
+A cell is ENGINE/DRAFTER/SUITE. Cells run one after the other; those that have a record are left out, so the same
+command continues. Where an engine cannot serve a drafter, its file says why. Engines that cannot leave out drafts run
+twice, with drafts and plainly.
 """
 
 import contextlib
 import fnmatch
 import itertools
-import os
-import re
 import shlex
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,13 +22,13 @@ from benchmarks import common
 from scripts import export, judge
 from specdec import checkpoint
 from specdec.core import files
+from specdec.core.wording import format_count
 from specdec.engines import launch
 from specdec.engines.exported import FORMATS, ExportedHead
 from specdec.engines.start_lines import LINES, EngineStart, StartLine
 from specdec.measuring.privacy import hide_places
 from specdec.measuring.record import ABSENCE_SCHEMA, Absence, Record, read_record, write_record
 from specdec.measuring.records import PLAIN
-from specdec.measuring.servers.cpu_share import CpuMeter
 
 SPECDEC = "specdec"
 ENGINES = {SPECDEC: "specdec", "vllm": "vLLM", "llamacpp": "llama.cpp", "transformers": "transformers",
@@ -41,14 +36,12 @@ ENGINES = {SPECDEC: "specdec", "vllm": "vLLM", "llamacpp": "llama.cpp", "transfo
 HEADS = {"eagle3": "checkpoints/shipped/eagle3", "mtp": "checkpoints/shipped/mtp"}
 LOOKUPS = ("suffix", "ngram")
 HELDOUT = "heldout"
-SUITE_FILES = {"spec_bench": "question.jsonl", "gsm8k": "test.jsonl"}  # a line for each question
+SUITES = ("spec_bench", "gsm8k")
 DOUBLED = ("vllm", "llamacpp", "openvino")  # engines that cannot leave out drafts
 ALWAYS_DRAFTS = "specdec serve always has a drafter; records of its drafters have its plain speed, too."
 VLLM_FLAGS = "--no-enable-prefix-caching --gpu-memory-utilization 0.2"  # answers share nothing; two servers at once
 HOST = "127.0.0.1"  # address of all servers
 PATIENCE = 240  # seconds that a server has to start
-IDLE_SECONDS = 1.0  # seconds over which idle servers are watched
-MAX_IDLE = 0.02  # share of a core that idle servers may take before the record has a note
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ class BoardOptions:
     @property
     def suites(self) -> list[str]:
         """The public suites whose files are here, or else the held-out questions of the repository."""
-        return [name for name in SUITE_FILES if getattr(self, name)] or [HELDOUT]
+        return [name for name in SUITES if getattr(self, name)] or [HELDOUT]
 
 
 @dataclass(frozen=True)
@@ -82,21 +75,9 @@ class Cell:
     def name(self) -> str:
         return f"{self.engine}/{self.drafter}/{self.suite}"
 
-    def find_file(self, out: str) -> Path:
-        return Path(out, f"{self.name.replace('/', '-')}.json")
-
-
-@dataclass(frozen=True)
-class BoardServer:
-    """A server that answers. process: the leader of its processes"""
-
-    url: str
-    line: StartLine
-    process: subprocess.Popen
-
-
-class PortTaken(ValueError):
-    """Another program has a server's port: this says nothing of the engine."""
+    @property
+    def file_name(self) -> str:
+        return self.name.replace("/", "-")
 
 
 def list_cells(patterns: str, suites: list[str]) -> list[Cell]:
@@ -154,65 +135,30 @@ def make_own_line(cell: Cell, options: BoardOptions, port: int) -> StartLine:
     return StartLine(words, {"PYTHONPATH": str(common.ROOT)})
 
 
-@contextlib.contextmanager
-def open_server(line: StartLine, port: int, log: Path) -> Iterator[BoardServer]:
-    """A server while it is used. Raises ValueError, with the end of its log, where it does not start, and PortTaken."""
-    try:
-        launch.check_address(HOST, port)
-    except ValueError:
-        raise PortTaken(f"Port {port} is in use: give another port=.") from None
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file, contextlib.ExitStack() as stack:
-        try:
-            process = stack.enter_context(launch.open_server(line, HOST, port, output=file, patience=PATIENCE))
-        except ValueError:
-            raise ValueError(f"It did not start: {read_error(log)}") from None
-        yield BoardServer(launch.make_url(HOST, port), line, process)
-
-
-def read_error(log: Path) -> str:
-    """The last line of a log that names an error, or else its last line, without the parts that change."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"(Error|error): ", line)]
-    text = (errors or lines or ["its log is empty"])[-1]
-    return re.sub(r"^\(.*?\)\s*|^error: ", "", text)[:400]
-
-
-def measure_idle(servers: list[BoardServer]) -> float:
-    """Share of a core that servers take while nobody asks them."""
-    meter = CpuMeter(frozenset(server.process.pid for server in servers))
-    before = meter.read().watched
-    time.sleep(IDLE_SECONDS)
-    return (meter.read().watched - before) / os.sysconf("SC_CLK_TCK") / IDLE_SECONDS
-
-
-def judge_cell(cell: Cell, options: BoardOptions, servers: list[BoardServer]) -> Record:
-    """The record of a cell. servers: with drafts, and plainly, if it is another one"""
-    folder = find_rows(cell, options)
+def judge_cell(cell: Cell, options: BoardOptions, line: StartLine, *, has_plain: bool) -> Record:
+    """The record of a cell. line: command of its server; has_plain: whether another server answers plainly"""
+    folder = Path(options.scratch, "judged", cell.file_name)
     file = getattr(options, cell.suite, None)
-    questions = [f"suite={cell.suite}", f"prompts={file}"] if file else []
-    head = [f"checkpoint={HEADS[cell.drafter]}"] if cell.drafter in HEADS else []
+    urls = [launch.make_url(HOST, options.port + number) for number in range(2)]
+    drafter = f"checkpoint={HEADS[cell.drafter]}" if cell.drafter in HEADS else f"drafter={cell.drafter}"
     arguments = [
-        f"engine={servers[0].url}",
+        f"engine={urls[0]}",
         f"target.name={options.target_name}",
         f"target.dtype={options.target_dtype}",
         f"max_new_tokens={options.max_new_tokens}",
         f"batch={options.batch}",
         f"limit={options.limit or 'null'}",
-        f"flags={shlex.join(servers[0].line.words[1:])}",
+        f"flags={shlex.join(line.words[1:])}",
         f"decode.depth={options.drafts}",
         f"out={folder}",
-        *([f"baseline={servers[1].url}"] if len(servers) > 1 else []),
-        *(head or ([f"drafter={cell.drafter}"] if cell.drafter != PLAIN else [])),
-        *questions,
+        *([f"baseline={urls[1]}"] if has_plain else []),
+        *([drafter] if cell.drafter != PLAIN else []),
+        *([f"suite={cell.suite}", f"prompts={file}"] if file else []),
     ]
     judge.main(arguments)
     record = read_record(folder / "record.json")
     assert isinstance(record, Record)
     return record
-
-
-# Records of earlier commands
 
 
 def name_as_judge(cell: Cell) -> dict[str, str]:
@@ -223,66 +169,39 @@ def name_as_judge(cell: Cell) -> dict[str, str]:
     return {"drafter": drafter, "engine": cell.engine, "suite": suite}
 
 
-def find_record(cell: Cell, options: BoardOptions) -> Record | None:
-    """The record that a cell has. Raises ValueError for a file of another form."""
-    path = cell.find_file(options.out)
-    document = read_record(path) if path.is_file() else None
-    return document if isinstance(document, Record) else None
-
-
-def list_changes(record: Record, cell: Cell, options: BoardOptions) -> list[str]:
-    """What the options ask otherwise than a record says. Raises OSError where the questions are not here."""
-    protocol, load = record.protocol, record.loads[0]
-    num = count_questions(cell.suite, options)
-    pairs = {"max_new_tokens": (protocol.max_tokens, options.max_new_tokens)}
-    if not load.failed:
-        pairs["questions"] = (load.prompts, min(num, options.limit or num))
-    if cell.drafter in HEADS and protocol.drafts is not None:
-        pairs["drafts"] = (protocol.drafts, options.drafts)
-    return [f"{name}={earlier}, now {wanted}" for name, (earlier, wanted) in pairs.items() if earlier != wanted]
-
-
-def count_questions(suite: str, options: BoardOptions) -> int:
-    """The questions of a suite's file."""
-    path = Path(getattr(options, suite, None) or common.HELDOUT)
-    path = path / SUITE_FILES[suite] if path.is_dir() else path
-    with path.open() as file:
-        return sum(bool(line.strip()) for line in file)
-
-
-def find_rows(cell: Cell, options: BoardOptions) -> Path:
-    """The folder of a cell's judgement. Where its record is of other options, the rows of these are elsewhere."""
-    name, record = cell.name.replace("/", "-"), find_record(cell, options)
-    if record is not None and list_changes(record, cell, options):
-        name += f"-{options.limit or 'all'}-{options.max_new_tokens}-{options.drafts}"
-    return Path(options.scratch, "judged", name)
-
-
 def run_cell(cell: Cell, options: BoardOptions) -> Record | Absence:
     """The record of a cell, or why there is none. Raises ValueError where the judge fails or an engine is not here."""
-    logs = Path(options.scratch, "logs")
-    log = logs / f"{cell.name.replace('/', '-')}.log"
+    has_plain = cell.engine in DOUBLED and cell.drafter != PLAIN
+    ports = [options.port, options.port + 1][: 1 + has_plain]
+    for port in ports:  # that it is taken says nothing of the engine
+        launch.open_port(HOST, port).close()
     with contextlib.ExitStack() as stack:
         try:
-            line = make_line(cell, options, options.port, plain=False)
-            servers = [stack.enter_context(open_server(line, options.port, log))]
-        except PortTaken:
-            raise
+            line = start(cell, options, options.port, stack, plain=False)
         except ValueError as error:
             if "make engines" in str(error):  # what is not installed says nothing of an engine
                 raise
             names = name_as_judge(cell)
             return Absence.model_validate({"schema": ABSENCE_SCHEMA, **names, "reason": hide_places(str(error))})
-        if cell.engine in DOUBLED and cell.drafter != PLAIN:
-            plain = make_line(cell, options, options.port + 1, plain=True)
-            servers.append(stack.enter_context(open_server(plain, options.port + 1, log.with_suffix(".plain.log"))))
-        record = judge_cell(cell, options, servers)
-        idle = measure_idle(servers)
-    print(f"{cell.name}: the servers take {idle:.1%} of a core while nobody asks them")
-    if idle <= MAX_IDLE or len(servers) == 1:
-        return record
-    note = f"Both servers were up: idle ones took {idle:.0%} of a core, which slows the one that is asked."
-    return record.model_copy(update={"notes": [*record.notes, note]})
+        if has_plain:
+            start(cell, options, options.port + 1, stack, plain=True)
+        return judge_cell(cell, options, line, has_plain=has_plain)
+
+
+def start(cell: Cell, options: BoardOptions, port: int, stack: contextlib.ExitStack, *, plain: bool) -> StartLine:
+    """Starts a server of a cell, which ends with the stack. Raises ValueError where it does not start."""
+    line = make_line(cell, options, port, plain=plain)
+    log = Path(options.scratch, "logs", f"{cell.file_name}{'.plain' * plain}.log")
+    stack.enter_context(launch.open_server(line, HOST, port, log=log, patience=PATIENCE))
+    return line
+
+
+def describe_record(record: Record, path: Path) -> str:
+    """A sentence on the record of a cell, which may be of other options. path: its file"""
+    questions = format_count(record.loads[0].prompts, "question")
+    return (
+        f"has a record of {questions} with max_new_tokens={record.protocol.max_tokens}: delete {path} to run it again"
+    )
 
 
 def main(arguments: list[str]) -> None:
@@ -292,15 +211,12 @@ def main(arguments: list[str]) -> None:
     for name in HEADS.values():
         checkpoint.read_document(Path(name))
     for number, cell in enumerate(cells, 1):
-        path, start = cell.find_file(options.out), time.monotonic()
+        path, start = Path(options.out, f"{cell.file_name}.json"), time.monotonic()
         try:
-            record = find_record(cell, options)
-            changes = list_changes(record, cell, options) if record else []
-            if record and not changes:
-                print(f"{cell.name}: has a record")
+            record = read_record(path) if path.is_file() else None
+            if isinstance(record, Record):
+                print(f"{cell.name}: {describe_record(record, path)}")
                 continue
-            if changes:
-                print(f"{cell.name}: its record has {'; '.join(changes)}, so it runs again", flush=True)
             document = run_cell(cell, options)
         except (ValueError, OSError) as error:
             failures.append(f"{cell.name}: {files.describe_error(error) if isinstance(error, OSError) else error}")

@@ -5,18 +5,10 @@ import sys
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
-from specdec import checkpoint
 from specdec.core import files
-from specdec.heads.base import Drafter
-from specdec.target.model import Target, load_tokenizer
-from specdec.text import conversations as data
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = "targets/smollm2-135m"
@@ -93,31 +85,3 @@ def run_main(main: Callable[[list[str]], None]) -> None:
         main(sys.argv[1:])
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A target, its tokenizer and the tokens that end an answer; trained heads and their folders, by name."""
-
-    target: Target
-    tokenizer: PreTrainedTokenizerBase
-    stop: set[int]
-    heads: dict[str, Drafter]
-    folders: dict[str, Path]
-
-
-def load_subject(checkpoints: str, *, name: str | None, dtype: str, device: str | None) -> Subject:
-    """checkpoints: comma list of trained heads; name: of the target; None: the first head's, or the default target"""
-    folders = {checkpoint.name_checkpoint(Path(path)): checkpoint.resolve(path) for path in split_list(checkpoints)}
-    for folder in folders.values():
-        name = name or str(checkpoint.read_document(folder)["target"])
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    target = Target.load(name or TARGET, dtype=dtype, device=device)
-    heads = {key: checkpoint.load(folder, target) for key, folder in folders.items()}
-    if target.adapted or any(not isinstance(head, Drafter) for head in heads.values()):
-        raise ValueError(
-            f"checkpoint={checkpoints}: a head that changes its target cannot be compared with other systems."
-        )
-    tokenizer = load_tokenizer(target.name)
-    stop = data.list_stop_tokens(tokenizer, target.model.generation_config)
-    return Subject(target, tokenizer, stop, typing.cast(dict[str, Drafter], heads), folders)

@@ -23,7 +23,7 @@ from benchmarks.gpu.children import Children, run_figures
 from benchmarks.gpu.figures import Figure, FigureFile, choose_path, list_missing
 from benchmarks.gpu.machine import Machine, make_machine
 from benchmarks.gpu.options import GpuReportOptions, check_options, make_tiny
-from benchmarks.gpu.page import AIMED_SHAPE, format_page, list_aims
+from benchmarks.gpu.page import format_page
 from specdec.core import files
 from specdec.proposers import costs
 
@@ -64,8 +64,7 @@ def run_group(options: GpuReportOptions, group: str, file: FigureFile) -> None:
 def write_page(options: GpuReportOptions, file: FigureFile) -> str:
     """Writes the page from the lines, and returns it."""
     figures = [figure for figure in list_figures(options) if options.part in (None, figure.stage)]
-    aims = list_aims(options.context, options.depth) if options.dry_run or options.shape == AIMED_SHAPE else ()
-    page = format_page(file.read(), figures, aims)
+    page = format_page(file.read(), figures)
     files.write_text(file.path.with_suffix(".md"), page)
     return page
 

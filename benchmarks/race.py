@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.board import PLAIN, SPECDEC, BoardOptions, Cell, list_cells, make_line, open_server
+from benchmarks.board import HOST, PATIENCE, PLAIN, SPECDEC, BoardOptions, Cell, list_cells, make_line
 from specdec.core import files, progress
+from specdec.engines import launch
 from specdec.engines.client import EngineClient
 from specdec.measuring.report import compute_tau
 from specdec.measuring.servers.referee import ServedAnswer, compare_ids, select_timed
@@ -96,19 +97,20 @@ def start(entrant: Entrant, options: RaceOptions, port: int, stack: contextlib.E
         line = make_line(served_cell, BoardOptions(**settings), port, plain=False)
         if options.compile and cell.engine == SPECDEC:
             line = replace(line, words=[*line.words, "decode.compile=true"])
-        server = stack.enter_context(open_server(line, port, log))
+        process = stack.enter_context(launch.open_server(line, HOST, port, log=log, patience=PATIENCE)).pid
     except ValueError as error:
         entrant.failure = str(error)
         return
-    client = EngineClient(server.url, in_flight=1, patience=0.5, longest=ANSWER_MINUTES)
+    url = launch.make_url(HOST, port)
+    client = EngineClient(url, in_flight=1, patience=0.5, longest=ANSWER_MINUTES)
     ((model, *_),) = client.describe_models()
     kind, plain = str(model.get("owned_by")), PLAIN_FIELDS if cell.drafter == PLAIN else {}
     body = GREEDY | EXTRA_FIELDS.get(kind, {}) | plain.get(kind, {})
-    described = Server(server.url, str(model["id"]), kind, "", body, 60 * ANSWER_MINUTES, print)
-    entrant.process, entrant.connection = server.process.pid, Connection(described, client)
-    stack.callback(os.killpg, server.process.pid, signal.SIGCONT)  # so that it can end
+    described = Server(url, str(model["id"]), kind, "", body, 60 * ANSWER_MINUTES, print)
+    entrant.process, entrant.connection = process, Connection(described, client)
+    stack.callback(os.killpg, process, signal.SIGCONT)  # so that it can end
     stack.callback(client.close)
-    os.killpg(server.process.pid, signal.SIGSTOP)
+    os.killpg(process, signal.SIGSTOP)
 
 
 def run_race(entrants: list[Entrant], prompts: list[list[int]], *, max_tokens: int, repeats: int) -> None:

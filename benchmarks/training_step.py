@@ -38,7 +38,7 @@ from train.features.outputs import ComputedFeatures
 from train.loop.optimizer import make_optimizer
 from train.settings.decide import VOCABULARY_BOUNDS
 from train.settings.hydra_text import make_search_path
-from train.settings.options import NORM_OPTIONS, OptimizerOptions
+from train.settings.options import OptimizerOptions, fill_arguments
 
 RAGGED = (2600, 1900, 1300, 900, 620, 410, 260, 190)  # tokens of the conversations in a pack of 8,192
 PROMPT = 16  # tokens at the beginning of each document that nothing has to guess
@@ -168,9 +168,7 @@ def compose_settings(options: StepOptions, head: str) -> DictConfig:
         settings = hydra.compose(
             "train", overrides=[f"head={head}", "run=benchmark", *options.train, make_search_path()]
         )
-    for name in NORM_OPTIONS:
-        if settings.head.drafter.get(name) == precision.AUTO:
-            settings.head.drafter[name] = False
+    settings.head.drafter = fill_arguments(dict(settings.head.drafter))
     return settings
 
 

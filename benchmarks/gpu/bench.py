@@ -3,68 +3,41 @@
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks import common, hardware, training_step
+from benchmarks import common, hardware
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.options import GpuReportOptions
 from benchmarks.training_step import StepOptions, compose_settings
-from specdec.core import compile, fast
+from specdec.core import compile
 from specdec.decoding.drafting import Drafting
 from specdec.heads.eagle import Eagle3
 from specdec.target.model import Target
 
 DRAFTED = 32_000  # tokens that heads draft from, as published ones do
 WARM_UP, MIN_ROUNDS = 3, 10  # rounds before those that are timed; rounds that every batch has room for
-DESCENT, PDL = "coordinate_descent_tuning", "triton.enable_pdl"  # options of inductor
-ABLATED = ("tree", "write")  # fast paths of decoding that are also left out, where specdec has them
+DESCENT = "coordinate_descent_tuning"  # option of inductor: it makes loops of products of one row
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How passes run: compile and cuda_graphs of decoding, options of inductor, fast paths that are left out."""
+    """How passes run: compile and cuda_graphs of decoding, and options of inductor."""
 
     name: str
     compile: bool = True
     graphs: bool = True
     options: dict = field(default_factory=dict)
-    without: tuple[str, ...] = ()
 
     def make_drafting(self, depth: int, *, width: int = 1, nodes: int | None = None) -> Drafting:
         return Drafting(depth=depth, width=width, nodes=nodes, compile=self.compile, cuda_graphs=self.graphs)
 
 
 CAPTURED = Mode("captured", compile=False)
-# Coordinate descent makes loops of products of one row; with PDL a kernel starts before its predecessor has ended
-COMPILED = Mode("compiled", options={DESCENT: False, PDL: False})
-TUNED = Mode("tuned", options={DESCENT: True, PDL: False})
-TUNED_PDL = Mode("tuned, PDL", options={DESCENT: True, PDL: True})
+COMPILED = Mode("compiled", options={DESCENT: False})
+TUNED = Mode("tuned", options={DESCENT: True})
 EAGER = Mode("eager", compile=False, graphs=False)
-
-
-def list_modes_without(mode: Mode) -> list[Mode]:
-    """A mode without each fast path of decoding that specdec has."""
-    paths = [path for path in ABLATED if path in fast.PATHS]
-    return [replace(mode, name=f"{mode.name} without {path}", without=(path,)) for path in paths]
-
-
-def drop_missing_options(options: dict) -> dict:
-    """Options that this torch has. Raises ValueError if an option that is on is missing."""
-    config = torch._inductor.config
-    known = {name for name in options if _has_option(config, name)}
-    if wanted := [name for name, value in options.items() if value and name not in known]:
-        raise ValueError(f"inductor of torch {torch.__version__} has no option {', '.join(wanted)}")
-    return {name: value for name, value in options.items() if name in known}
-
-
-def _has_option(config: object, name: str) -> bool:
-    for word in name.split("."):
-        if not hasattr(config, word):
-            return False
-        config = getattr(config, word)
-    return True
 
 
 class Bench:
@@ -72,7 +45,6 @@ class Bench:
 
     def __init__(self, options: GpuReportOptions, machine: Machine):
         self.options, self.machine, self.device = options, machine, machine.device
-        self.left_out: tuple[str, ...] = ()  # fast paths that the target has never used
 
     @functools.cached_property
     def positions(self) -> int:
@@ -105,19 +77,10 @@ class Bench:
 
     @contextlib.contextmanager
     def using(self, mode: Mode) -> Iterator[None]:
-        """Within, inductor has the mode's options, and its fast paths are left out.
-
-        A target keeps what it has decided about fast paths. So for others of them it is made again.
-        """
-        if mode.without != self.left_out:
-            self.__dict__.pop("head", None)
-            self.__dict__.pop("target", None)
-            self.machine.free_memory()
-            self.left_out = mode.without
-        self.machine.options = drop_missing_options(mode.options)
+        """Within, inductor has the mode's options."""
+        self.machine.options = mode.options
         try:
-            with training_step.leave_out(list(mode.without), self.target):
-                yield
+            yield
         finally:
             self.machine.options = None
 

@@ -1,4 +1,4 @@
-"""Figures of decoding: passes by nodes, tokens, rounds, kernels by name, products, trees, and longer contexts."""
+"""Figures of decoding: passes by nodes, tokens, rounds, kernels by name, trees, and longer contexts."""
 
 import statistics
 import time
@@ -8,10 +8,9 @@ import torch
 
 from benchmarks import common, hardware
 from benchmarks.gpu import bench as modes
-from benchmarks.gpu.bench import DESCENT, WARM_UP, Bench, Mode
+from benchmarks.gpu.bench import WARM_UP, Bench, Mode
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.options import GpuReportOptions
-from specdec.core import compile
 from specdec.core.sampling import Sampling
 from specdec.decoding.batch import Batch, Request
 from specdec.decoding.drafting import Drafting
@@ -21,7 +20,6 @@ from specdec.target.verifier import Verifier
 
 PLAIN_SECONDS, COMPILE_SECONDS = 120.0, 300.0  # limits of a figure; coordinate descent times each kernel many times
 PROFILED = 5  # tokens of a table of kernels
-CACHE_BYTES = 2**28  # bytes of weights that a measured product goes through: more than any cache on the chip
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=1.0)
 TREES = {"tree of 5 x 4": (4, 20), "tree of 63 nodes": (16, 63)}  # width and nodes, at depth 5
 
@@ -32,14 +30,7 @@ def list_figures(options: GpuReportOptions) -> list[Figure]:
     for mode in (modes.CAPTURED, modes.TUNED):
         figures.append(make_figure("decoding", 1, "kernels", f"kernels, {mode.name}", profile_tokens, mode))
         figures += list_mode_figures(options, mode)
-    for mode in modes.list_modes_without(modes.CAPTURED):
-        figures += list_mode_figures(options, mode)
-    figures += [
-        Figure(f"product {name}", 1, "decoding", "products", partial(time_product, name=name)) for name in PRODUCTS
-    ]
-    for mode in (modes.TUNED_PDL, modes.COMPILED, *modes.list_modes_without(modes.TUNED)):
-        figures += list_mode_figures(options, mode)
-    return figures
+    return [*figures, *list_mode_figures(options, modes.COMPILED)]
 
 
 def make_figure(group: str, stage: int, subject: str, name: str, measure, mode: Mode, **arguments) -> Figure:
@@ -159,7 +150,7 @@ def check_mode(runner, mode: Mode) -> None:
         raise RuntimeError(f"passes ran with compile={runner.compile}, cuda_graphs={runner.cuda_graphs}")
 
 
-# Kernels and products
+# Kernels
 
 
 def profile_tokens(bench: Bench, mode: Mode) -> dict:
@@ -181,51 +172,3 @@ def profile_tokens(bench: Bench, mode: Mode) -> dict:
     figures = {"mode": mode.name, "tokens": PROFILED, "token_ms": 1e3 * seconds / PROFILED}
     figures |= {"kernels_per_token": count / PROFILED, "kernel_ms_per_token": total / 1e3 / PROFILED}
     return figures | {"kernels": kernels}
-
-
-# Joined products of a layer, and the LM head: their outputs and inputs
-PRODUCTS = ("query, key, value", "attention output", "gate, up", "down", "LM head")
-
-
-def list_product_shapes(target: Target) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of each product of a plain token."""
-    config, width = target.config, target.width
-    queries = config.num_attention_heads * config.head_dim
-    keys = 2 * config.num_key_value_heads * config.head_dim
-    inner = config.intermediate_size
-    shapes = (queries + keys, width), (width, queries), (2 * inner, width), (width, inner), (target.vocab_size, width)
-    return dict(zip(PRODUCTS, shapes, strict=True))
-
-
-@torch.inference_mode()
-def time_product(bench: Bench, name: str) -> dict:
-    """us of one row times a weight, by cuBLAS and by inductor's kernel, captured, over weights that no cache holds."""
-    outputs, inputs = list_product_shapes(bench.target)[name]
-    target, machine = bench.target, bench.machine
-    num_bytes = outputs * inputs * target.dtype.itemsize
-    num = -(-(CACHE_BYTES >> (16 if bench.options.dry_run else 0)) // num_bytes)
-    weights = torch.randn(num, outputs, inputs, device=bench.device, dtype=target.dtype).unbind()
-    row = torch.randn(1, inputs, device=bench.device, dtype=target.dtype)
-    compiled = machine.compile_function(multiply, modes.drop_missing_options({DESCENT: True}))
-    figures = {"product": name, "outputs": outputs, "inputs": inputs, "weights": num}
-    bandwidth = hardware.find_peak(bench.device).bandwidth
-    results = []
-    for library, product in (("cublas", multiply), ("inductor", compiled)):
-        results.append(product(row, weights[0]).float())
-        multiply_row = partial(multiply_all, product, row, weights)
-        replay = compile.capture_step(multiply_row, bench.device, compile.GraphPool())
-        seconds = machine.time(replay, calls=20, repeats=10) / num
-        figures[f"{library}_us"] = 1e6 * seconds
-        figures[f"{library}_share_of_bandwidth"] = bandwidth and num_bytes / seconds / bandwidth
-    error = (results[0] - results[1]).norm() / results[0].norm()
-    return figures | {"difference": float(error)}
-
-
-def multiply(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """row [1, D], weight [E, D] -> [1, E]"""
-    return torch.mm(row, weight.t())
-
-
-def multiply_all(product, row: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> None:
-    for weight in weights:
-        product(row, weight)

@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import hardware
 from specdec.core import compile, devices, fast
 from specdec.core.clock import RoundClock
 from specdec.core.devices import LateValues
@@ -68,16 +67,6 @@ class Machine:
     def compile_module(self, original: Callable, module: Any, examples: Any, options: dict) -> Callable:
         return original(module, examples, options=options)
 
-    def time(self, function: Callable[[], object], *, calls: int, repeats: int) -> float:
-        """The least seconds of a call, of `repeats` timings of `calls` calls each, between two events."""
-
-        def call() -> None:
-            for _ in range(calls):
-                function()
-
-        call()
-        return min(hardware.time_on_device(call, self.device, repeats)) / calls
-
     def profile(self, function: Callable[[], object]) -> list[dict]:
         """Kernels that a function runs, by their names: {kernel, count, us}, those with the most time first."""
         with profile(activities=[self.activity]) as profiler:
@@ -98,10 +87,6 @@ class Machine:
     def read_time(self, event: Any) -> float:
         """Microseconds of an event, without those that it started."""
         return float(event.self_device_time_total)
-
-    def compile_function(self, function: Callable, options: dict) -> Callable:
-        """`function` by torch.compile with these options of inductor."""
-        return torch.compile(function, dynamic=False, options=options)
 
     def set_waits(self, mode: str) -> None:
         """mode: default, warn or error, for calls that wait for the device"""
@@ -198,9 +183,6 @@ class StandIn(Machine):
 
     def read_time(self, event):
         return float(event.self_cpu_time_total)
-
-    def compile_function(self, function, options):
-        return torch.compile(function, dynamic=False, backend="eager")
 
     def set_waits(self, mode):
         """A CPU has nothing to wait for."""

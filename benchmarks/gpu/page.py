@@ -1,64 +1,18 @@
-"""The page of a report: aims, tables by subject, failures, and what was said by warnings."""
+"""The page of a report: tables by subject, failures, and what was said by warnings."""
 
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from benchmarks import common
 from benchmarks.gpu.figures import Figure
 
 SHOWN_ROWS, SHOWN_CHARACTERS = 15, 100  # rows of a table inside a figure, such as kernels; characters of their names
-AIMED_SHAPE = "qwen3-8b"  # the target that the aims are for
-NODES = 64  # nodes of a pass that is compared with a pass of one
 
 
-@dataclass(frozen=True)
-class Aim:
-    """A bound of a value. The best of all figures counts whose names begin with `begin` and end with `end`.
-
-    least: whether the bound is the least that is wanted, not the most
-    """
-
-    title: str
-    bound: float
-    key: str  # name of the value
-    begin: str
-    end: str = ""
-    least: bool = False
-
-    def select(self, real: dict[str, dict]) -> dict[str, float]:
-        """The values that count, by the names of their figures."""
-        names = [name for name in real if name.startswith(self.begin) and name.endswith(self.end)]
-        return {name: real[name][self.key] for name in names if real[name].get(self.key) is not None}
-
-    def judge(self, real: dict[str, dict]) -> dict:
-        """A row: reached, missed, or not measured."""
-        row = {"aim": self.title, "bound": f"{'at least' if self.least else 'at most'} {self.bound:g}"}
-        values = self.select(real)
-        if not values:
-            return row | {"verdict": "not measured"}
-        best = (max if self.least else min)(values, key=values.__getitem__)
-        is_reached = values[best] >= self.bound if self.least else values[best] <= self.bound
-        return row | {"verdict": "reached" if is_reached else "missed", "best": values[best], "figure": best}
-
-
-def list_aims(context: int, depth: int) -> tuple[Aim, ...]:
-    conditions = f", {context} tokens"
-    return (
-        Aim(f"plain token of Qwen3-8B behind {context} tokens, ms", 6.5, "ms", "plain token", conditions),
-        Aim(f"round of a chain of {depth} drafts, ms", 8.5, "ms", f"round of {depth} drafts", conditions),
-        Aim(f"pass of {NODES} nodes over that of one, in the fastest mode", 1.1, "ratio", "ratio"),
-        Aim("first validation of 64 prompts, s", 60.0, "first_seconds", "validation of 64 prompts"),
-        Aim("MFU of a training step of eagle3", 0.45, "mfu", "training eagle3", least=True),
-    )
-
-
-def format_page(figures: dict[str, dict], listed: list[Figure], aims: Iterable[Aim]) -> str:
-    """figures: lines by name; listed: all figures that there are; aims: those that a target of this shape has"""
+def format_page(figures: dict[str, dict], listed: list[Figure]) -> str:
+    """figures: lines by name; listed: all figures that there are"""
     measured = {name: line for name, line in figures.items() if "values" in line}
     sections = list(describe_limits(measured))
-    if rows := judge_aims(measured, aims):
-        sections += ["## Aims", common.format_rows(rows)]
     for subject in dict.fromkeys(figure.subject for figure in listed):
         sections += list_tables(subject, {name: line for name, line in measured.items() if line["subject"] == subject})
     untried = [figure.name for figure in listed if figure.name not in figures]
@@ -87,22 +41,6 @@ def describe_limits(measured: dict[str, dict]) -> Iterator[str]:
     states = dict.fromkeys(line["code"] for line in measured.values())
     if len(states) > 1:
         yield f"The figures are of {len(states)} states of the code ({', '.join(states)}); redo=true measures again."
-
-
-def judge_aims(measured: dict[str, dict], aims: Iterable[Aim]) -> list[dict]:
-    """A row for each aim. Figures of stand-ins do not count."""
-    real = {name: line["values"] for name, line in measured.items() if "stand_in" not in line}
-    return [aim.judge(real | compare_nodes(real)) for aim in aims]
-
-
-def compare_nodes(real: dict[str, dict]) -> dict[str, dict]:
-    """The pass of many nodes over that of one node, in the mode whose single node is fastest."""
-    passes = {(row["mode"], row["nodes"]): row["ms"] for name, row in real.items() if name.startswith("pass of ")}
-    single = {mode: ms for (mode, nodes), ms in passes.items() if nodes == 1 and (mode, NODES) in passes}
-    if not single:
-        return {}
-    fastest = min(single, key=single.__getitem__)
-    return {f"ratio, {fastest}": {"ratio": passes[fastest, NODES] / single[fastest]}}
 
 
 def list_tables(subject: str, lines: dict[str, dict]) -> Iterator[str]:
