@@ -195,7 +195,8 @@ def test_commands_of_scripts_name_existing_options(command, monkeypatch, tmp_pat
     assert (ROOT / script).exists(), f"{script} does not exist"
     monkeypatch.chdir(tmp_path)
     verb = Path(script).stem.rstrip("_")
-    read_command(verb, find_model(verb), "", arguments)
+    presets = {"prompts": "null"} if any(argument.startswith("suite=") for argument in arguments) else {}
+    read_command(verb, find_model(verb), "", arguments, presets=lambda texts: presets)
     check_files(arguments)
     check_proposers([argument for argument in arguments if argument.startswith("proposer")])
 

@@ -18,7 +18,7 @@ import torch
 
 from scripts import launch_engine
 from specdec.engines import gguf, installed, start_lines
-from specdec.engines.launch import answers, exit_at_signals, make_url, run_server
+from specdec.engines.launch import answers, exit_at_signals, make_url, open_server, run_server
 from specdec.engines.start_lines import StartLine
 from tests.support.commands import ROOT, child_environment
 from tests.support.exports import export, make_exact
@@ -189,12 +189,18 @@ def test_a_port_that_is_taken_and_a_server_that_ends(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(
-            ValueError, match=rf"No server can listen at port={port} of host=127.0.0.1: Address already"
+            ValueError, match=rf"Nothing can listen at 127.0.0.1:{port} .*Address already.*another port="
         ):
             run_server(StartLine(["/nowhere"]), "127.0.0.1", port, "served")
     line = StartLine([sys.executable, "-c", "raise SystemExit(3)"])
     with pytest.raises(ValueError, match="The server ended with status 3"):
         run_server(line, "127.0.0.1", port, "served")
+    failing = StartLine([sys.executable, "-c", "import sys; print('(a) ImportError: no tree'); sys.exit(1)"])
+    with (
+        pytest.raises(ValueError, match=r"^It did not start: ImportError: no tree$"),
+        open_server(failing, "127.0.0.1", port, log=tmp_path / "logs" / "log"),
+    ):
+        pass
 
 
 def test_a_server_that_asks_for_a_key_answers():

@@ -170,7 +170,7 @@ time.sleep(3600)
 
 @engines
 @pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
-def test_a_running_engine_is_judged_as_check_engines_does(engine, tmp_path, monkeypatch):
+def test_a_running_engine_is_judged_as_decoded_here(engine, tmp_path, monkeypatch):
     """A draft model that is right in part: tau by the engine's counters is that of our decoder and of replay."""
     monkeypatch.chdir(ROOT)
     target = tiny_heads.make_target(tmp_path / "target", tokenizer=str(REAL_TARGET))

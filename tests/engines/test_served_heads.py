@@ -1,6 +1,5 @@
 """Exports inside real engines, over families, engines and formats, where `make engines` has set the engines up."""
 
-import contextlib
 import functools
 import importlib.metadata
 import itertools
@@ -16,32 +15,29 @@ import transformers
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from benchmarks import check_engines
-from benchmarks.check_engines import Decoding, ServedHead
-from benchmarks.engines import facts, get_engines, llamacpp
-from benchmarks.engines.llamacpp import LlamaCpp
+from benchmarks.engines import facts, get_engines
 from benchmarks.engines.sglang_names import read_folder
-from benchmarks.engines.vllm import Vllm
+from specdec.core.generation import Generation
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
 from specdec.engines import installed
 from specdec.engines.gguf import convert_to_gguf
 from specdec.export import block_drafter
-from specdec.export.engines import ENGINES, find_target_families, make_form
+from specdec.export.engines import ENGINES, find_target_families
 from specdec.export.families import FAMILIES
 from specdec.heads.dependence import DraftedBlock
 from specdec.heads.native import NativeMTP
-from specdec.measuring.model_card import write_export
+from specdec.measuring.servers.referee import ServedAnswer, Speculation
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
 from tests.engines import tiny_heads
-from tests.support.commands import ROOT, write_prompts
-from tests.support.drafters import load_head, save_eagle
+from tests.support.commands import ROOT
+from tests.support.drafters import load_head
 from tests.support.exports import export, make_exact
 from tests.support.native import save_native
 from tests.support.saved_targets import edit
-from tests.support.targets import REAL_TARGET, make_target, save_target
+from tests.support.targets import REAL_TARGET, make_target
 from train.settings.hydra_text import make_search_path
 
 PYTHON = str(ROOT / "engines" / "bin" / "python")
@@ -98,63 +94,26 @@ def test_the_facts_are_about_the_installed_engines():
     assert (ROOT / "engines" / "ready").read_text() == get_engines.PINS  # the converter's version is there
 
 
-def test_rounds_of_llama_cpp_follow_from_its_counters():
-    count = functools.partial(llamacpp.read_counters, max_new_tokens=12)
-    assert count([[10], [40], [0]], fixed=True, num_tokens=12).rounds == 11
-    # an end token was drafted, and two drafts after it
-    assert count([[2], [10], [6]], fixed=True, num_tokens=7).rounds == 2
-    # a look-up drafts at will; if an end token was drafted, its rounds are not known
-    assert count([[2], [20], [7]], fixed=False, num_tokens=12).rounds == 4
-    assert count([[2], [20], [7]], fixed=False, num_tokens=9).rounds is None
+def test_a_served_answer_with_other_rounds_is_found():
+    expected = Generation([[7, 8, 9, 10], [11, 12, 13, 14]], [[1, 0], [1, 0]])
+
+    def serve(ids: list[int], rounds: int, steps: list[int] | None) -> ServedAnswer:
+        counts = Speculation(len(ids) - 1 - rounds, None, rounds, steps=steps)
+        return ServedAnswer("0", len(ids), 0.0, 1.0, ids, [1], counts)
+
+    good = serve(expected.tokens[1], 2, None)
+    assert tiny_heads.compare_answers([serve(expected.tokens[0], 2, [1, 0]), good], expected) == [2, 2]
+    wrong_answers = ([7, 8, 9, 11], 2, [1, 0]), (expected.tokens[0], 3, None), (expected.tokens[0], 2, [0, 1])
+    for ids, rounds, steps in wrong_answers:
+        with pytest.raises(AssertionError):
+            tiny_heads.compare_answers([serve(ids, rounds, steps), good], expected)
+    assert tiny_heads.count_right([3, 3, 3, 3, 3, 2]) == tiny_heads.FEWEST_ROUNDS
+    assert tiny_heads.count_right([3, 3, 2, 3, 3, 3]) == 5
 
 
-def is_faithful(row: dict, *, exact: bool) -> bool:
-    """Whether the engine drafts as trained: the same answers, and the same drafts but for near ties, or else as many
-    accepted. exact: every draft of the head is right, so the engine must accept every one."""
-    if row["same_answers"] < row["num_prompts"] or not row["offered"] or (exact and row["accepted"] < row["offered"]):
-        return False
-    if row["same_drafts"] is None:
-        return abs(row["difference"]) < 1e-6
-    return row["rounds_compared"] > 0 and row["same_drafts"] >= 0.98 * row["rounds_compared"]
-
-
-def test_an_engine_is_compared_with_this_decoder(target):
-    answers = [[7, 8, 9, 10], [11, 12, 13, 14]]
-    drafted = {(0, 1): [8, 9], (0, 3): [10, 3], (1, 1): [12, 1], (1, 3): [14, 2]}
-    here = Decoding(answers, [2, 2], drafted)
-
-    def compare(served: Decoding) -> dict:
-        return check_engines.compare(target, [[1, 2, 3], [4, 5]], reference=here, drafts=here, served=served)
-
-    row = compare(Decoding(answers, [2, 2], drafted, 4, 5))
-    assert row["tau"] == row["served_tau"] == 1.5 and row["same_drafts"] == row["rounds_compared"] == 4
-    assert is_faithful(row, exact=False) and not is_faithful(row, exact=True) and row["largest_gap"] is None
-    row = compare(Decoding([answers[0], [11, 13]], [3, 1], {(0, 1): [9, 9], (0, 2): [9], (1, 1): [12, 1]}, 1, 5))
-    assert row["same_answers"] == 1 and row["largest_gap"] > 0
-    assert (row["same_drafts"], row["rounds_compared"]) == (1, 2)
-    row = compare(Decoding(answers, [2, 2], {}, 4, 5))
-    assert row["same_drafts"] is None and is_faithful(row, exact=False)
-
-
-def test_check_engines_refuses(monkeypatch, tmp_path):
-    save_eagle(tmp_path / "head", save_target(tmp_path / "target"))
-    write_prompts(tmp_path / "prompts.jsonl", 2)
-    (tmp_path / "ready").write_text("")
+def test_engines_that_are_not_here_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(installed, "ENGINES", tmp_path)
-    arguments = [f"checkpoint={tmp_path}/head", f"prompts={tmp_path}/prompts.jsonl", "limit=1"]
-    for changes, message in (
-        ([*arguments, "formats=onnx"], "engines on a CPU take vllm"),
-        ([], r"missing 1 required positional argument: 'checkpoint'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_engines.main(changes)
-    (tmp_path / "ready").unlink()
-    for act in (
-        lambda: check_engines.main(arguments),
-        lambda: Vllm("t", speculative=None, dtype="float32", max_model_len=8, python="nowhere"),
-        lambda: convert_to_gguf("model", "out"),
-        lambda: read_folder(tmp_path, engines=tmp_path),
-    ):
+    for act in (lambda: convert_to_gguf("model", "out"), lambda: read_folder(tmp_path, engines=tmp_path)):
         with pytest.raises(ValueError, match="make engines"):
             act()
 
@@ -269,12 +228,17 @@ def tiny(tmp_path_factory):
     return target, prompts, tiny_heads.answer_prompts(target, prompts, 32)
 
 
-def check_served(heads: dict, format_name: str, folder: Path, *, kinds=("right", "noisy")) -> None:
-    """With every draft right a faithful engine accepts all of them; with noise on the weights, some are wrong."""
+def check_served(heads: dict, format_name: str, prompts: list, folder: Path, *, kinds=("right", "noisy")) -> None:
+    """With every draft right a faithful engine accepts all of them; with noise on the weights, some are wrong.
+
+    format_name: NAME or NAME.ENGINE
+    """
+    name, _, engine = format_name.partition(".")
+    engine = engine or {"gguf": "llamacpp", "openvino": "openvino"}.get(name, "vllm")
     for kind in kinds:
-        row = check_engines.check_head(heads[kind], format_name, folder / f"{format_name}-{kind}", tiny_heads.OPTIONS)
-        assert is_faithful(row, exact=kind == "right"), row
-        assert kind == "right" or row["accepted"] < row["offered"]
+        rounds = tiny_heads.check_served(heads[kind], prompts, engine, name, folder / f"{format_name}-{kind}")
+        least = len(prompts) * tiny_heads.FEWEST_ROUNDS
+        assert sum(rounds) == least if kind == "right" else sum(rounds) > least
 
 
 def openvino(test):
@@ -316,22 +280,7 @@ def train_and_serve(tiny, served_case, monkeypatch, tmp_path) -> None:
     drafter = instantiate({**settings, **served_case.arguments, "_convert_": "all"}, target, vocab=vocab)
     heads = tiny_heads.train_heads(drafter, rows, config["objective"], prompts)
     for format_name in served_case.formats:
-        check_served(heads, format_name, tmp_path)
-
-
-@engines
-def test_answers_end_at_a_stop_token(tiny, monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
-    target, prompts, rows = tiny
-    answer = rows[0].tokens[len(prompts[0]) :][:14]
-    cut = answer[: answer.index(answer[5]) + 1]
-    convert_to_gguf(target.name, str(tmp_path / "target.gguf"))
-    with contextlib.closing(LlamaCpp(str(tmp_path / "target.gguf"), context=30, cache="f32")) as engine:
-        assert engine.generate(prompts[0], 14, {cut[-1]}) == cut
-    with contextlib.closing(Vllm(target.name, speculative=None, dtype="float32", max_model_len=64)) as engine:
-        assert engine.generate(prompts[:1], 14, {cut[-1]}).answers == [cut]
-        with pytest.raises(ValueError, match="exceed 64"):
-            engine.generate(prompts, 60, set())
+        check_served(heads, format_name, prompts, tmp_path)
 
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "initializer_range": 0.15}
@@ -359,34 +308,31 @@ class FirstTokenReader(HeadProposer):
         super().commit(tokens, features, num, counts)
 
 
-def check_first_requests(head: ServedHead, folder: Path) -> None:
+def check_first_requests(head: NativeMTP, prompts: list[list[int]], folder: Path) -> None:
     """llama.cpp's first answer accepts what our module does with the further slot, and less than all."""
-    write_export(make_form(head.drafter, "stitched"), folder, dtype=torch.float32, provenance=head.provenance)
-    convert_to_gguf(str(folder), str(folder / "target.gguf"))
-    drafter = head.drafter.frozen_copy()
+    drafter = head.frozen_copy()
     drafter.zero_first = False
     proposer = FirstTokenReader(drafter, TreeShape(tiny_heads.NUM_DRAFTS, 1, tiny_heads.NUM_DRAFTS))
     decoder = Decoder(drafter.target, proposer, sampling=Sampling(), stop=set())
-    here, offered = decoder.generate(head.prompts, tiny_heads.OPTIONS.max_new_tokens), 0
-    for prompt, tokens, accepted in zip(head.prompts, here.tokens, here.accepted):
-        with contextlib.closing(LlamaCpp(str(folder / "target.gguf"), context=64, kind="mtp", cache="f32")) as engine:
-            assert engine.generate(prompt, len(tokens), set()) == tokens
-            assert engine.counts.accepted == sum(accepted)
-            offered += engine.counts.drafted
-    assert offered > sum(map(sum, here.accepted)) > 0
+    for prompt in prompts:
+        with tiny_heads.open_engine("llamacpp", head, "stitched", folder) as connection:
+            (rounds,) = tiny_heads.compare_answers(
+                tiny_heads.ask(connection, [prompt]), decoder.generate([prompt], tiny_heads.NUM_TOKENS)
+            )
+        assert tiny_heads.FEWEST_ROUNDS < rounds < tiny_heads.NUM_TOKENS - 1
 
 
 GLM_TOKENS = ["[gMASK]", "<|user|>", "<|observation|>", "<|endoftext|>"]  # which llama.cpp's converter asks for
 
 
 @engines
-@pytest.mark.parametrize("family, engine", [("glm4_moe", "stitched"), ("glm4_moe", "stitched.gguf"),
+@pytest.mark.parametrize("family, engine", [("glm4_moe", "stitched"), ("glm4_moe", "stitched.llamacpp"),
                                             ("deepseek_v3", "stitched"),
-                                            ("qwen3_5_text", "stitched.gguf")])  # fmt: skip
+                                            ("qwen3_5_text", "stitched.llamacpp")])  # fmt: skip
 def test_a_tuned_native_module_drafts_as_it_was_trained(tmp_path, monkeypatch, family, engine):
     """Written back into its model. llama.cpp gives GLM's state back as SGLang does, and reads one slot more."""
     monkeypatch.chdir(ROOT)
-    tokenizer, in_llama_cpp = transformers.AutoTokenizer.from_pretrained(REAL_TARGET), engine == "stitched.gguf"
+    tokenizer, in_llama_cpp = transformers.AutoTokenizer.from_pretrained(REAL_TARGET), engine == "stitched.llamacpp"
     if family == "glm4_moe":
         tokenizer.add_tokens(GLM_TOKENS, special_tokens=True)
     save_native(tmp_path / "model", family, fields={**SIZES, **NATIVE[family], "vocab_size": len(tokenizer)})
@@ -398,6 +344,6 @@ def test_a_tuned_native_module_drafts_as_it_was_trained(tmp_path, monkeypatch, f
     rows = tiny_heads.answer_prompts(target, prompts, 32)
     drafter = NativeMTP(target, engine="sglang" if in_llama_cpp else "vllm")
     heads = tiny_heads.train_heads(drafter, rows, load_head("native_mtp")["objective"], prompts)
-    check_served(heads, engine, tmp_path, kinds=("right",) if in_llama_cpp else ("right", "noisy"))
+    check_served(heads, engine, prompts, tmp_path, kinds=("right",) if in_llama_cpp else ("right", "noisy"))
     if in_llama_cpp:
-        check_first_requests(heads["noisy"], tmp_path / "noisy")
+        check_first_requests(heads["noisy"], prompts, tmp_path / "noisy")

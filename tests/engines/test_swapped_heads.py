@@ -17,8 +17,6 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from benchmarks import check_engines
-from benchmarks.check_engines import ServedHead
 from specdec.engines.client import EngineClient
 from specdec.engines.draft_weights.base import DraftWeights
 from specdec.engines.draft_weights.choice import open_draft_weights
@@ -66,15 +64,9 @@ def train_two(name: str, reduced: bool, tiny) -> list[Drafter]:
     return [good, tiny_heads.perturb(good, share_right=functools.partial(exceeds, 2.0))]
 
 
-def serve(drafter: Drafter, prompts: list[list[int]]) -> ServedHead:
-    provenance = make_provenance(drafter, target=drafter.target.name, fingerprint=drafter.target.fingerprint())
-    return ServedHead("tiny", drafter, prompts, set(), provenance)
-
-
 def count_rounds(drafter: Drafter, prompts: list[list[int]]) -> list[int]:
     """Rounds of the answer to each prompt, by this project's decoder."""
-    options = check_engines.CheckOptions("", max_new_tokens=NUM_TOKENS)
-    return check_engines.decode_here(drafter, serve(drafter, prompts), options).rounds
+    return [*map(len, tiny_heads.decode_here(drafter, prompts, NUM_TOKENS).accepted)]
 
 
 def make_command(target: str, folder: Path, method: str, port: str) -> list[str]:
@@ -133,9 +125,8 @@ def test_two_heads_take_turns_while_users_ask(tiny, tmp_path, monkeypatch, name,
     target, prompts, rows = tiny
     drafters, folders = train_two(name, reduced, tiny), [tmp_path / "good", tmp_path / "noisy"]
     for drafter, folder in zip(drafters, folders):
-        write_export(
-            make_form(drafter, "vllm"), folder, dtype=target.dtype, provenance=serve(drafter, prompts).provenance
-        )
+        provenance = make_provenance(drafter, target=target.name, fingerprint=target.fingerprint())
+        write_export(make_form(drafter, "vllm"), folder, dtype=target.dtype, provenance=provenance)
     expected = [count_rounds(drafter, prompts) for drafter in drafters]
     assert 1.5 * sum(expected[0]) < sum(expected[1])
     port, environment = free_ports(1)[0], make_vllm_words()[0]

@@ -20,12 +20,14 @@ STOP = 7  # of the target `small`, which has the tokens 0 .. 7
 HEADS = sorted(path.name for path in (TODAY / "heads").glob("*"))
 FORMATS = ("vllm", "sglang", "speculators", "eagle", "medusa", "transformers", "gguf", "safetensors")
 SHIPPED = ("eagle3", "mtp")
-ADAPTING = ("consistency", "medusa2")
+ADAPTING = ("medusa2",)
 # What differs from run to run or from machine to machine
 PASSING = {
     "settings",
     "by_prompt",
     "by_category",
+    "contexts",
+    "replayed_contexts",
     "samples",
     "served",
     "training",
@@ -56,12 +58,10 @@ TRAINING = {
             "peagle",
         )
     },
-    "consistency": ("head=consistency", "head.vocab_size=null"),
     "eagle cached": ("head=eagle", "features.mode=cached"),
     "eagle3 cached": ("head=eagle3", "features.mode=cached"),
     "losses in chunks": ("head=eagle3", "head.objective.chunk=16", "head.objective.gradient_checkpointing=true"),
     "dpace": ("head=medusa", "head.objective.weighting=dpace", "head.objective.supervise=text"),
-    "vat": ("head=mtp", "head.objective.weighting=vat"),
     "batches": ("head=mtp", "train.batch=2", "train.accumulation=2", "train.max_grad_norm=0"),
     "muon": ("head=eagle", "optimizer.name=muon", "optimizer.schedule=wsd", "optimizer.weight_decay=0.1"),
     "average": ("head=eagle", "train.ema=0.9", "optimizer.schedule=constant", "validation.temperature=1"),
@@ -171,11 +171,10 @@ def cases() -> dict[str, dict]:
     for head in HEADS:
         usual = {"proposer": "head", "head": head}
         figures |= {f"{head}, chain": usual | CHAIN, f"{head}, warm chain": usual | CHAIN | {"sampling": WARM}}
-        if not head.startswith("consistency"):
-            figures |= {
-                f"{head}, tree": usual | TREE,
-                f"{head}, warm tree": usual | TREE | {"sampling": WARM, "children": "chosen"},
-            }
+        figures |= {
+            f"{head}, tree": usual | TREE,
+            f"{head}, warm tree": usual | TREE | {"sampling": WARM, "children": "chosen"},
+        }
     for head in ("eagle", "medusa", "dspark"):
         usual = {"proposer": "head", "head": head, "sampling": WARM}
         figures |= {f"{head}, distinct": usual | TREE | {"children": "distinct"}}
@@ -186,9 +185,6 @@ def cases() -> dict[str, dict]:
         "suffix": ("suffix", {"num": "6"}),
         "suffix, no memory": ("suffix", {"memory": "0", "factor": "1.0"}),
         "retrieval": ("retrieval", {"datastore": "datastore", "num": "6"}),
-        "lookahead": ("lookahead", {}),
-        "jacobi": ("lookahead", {"ngram": "2", "guesses": "0"}),
-        "layerskip": ("layerskip", {"layers": "5"}),
         "draft": ("draft", {"model": "other"}),
     }
     for name, (proposer, settings) in texts.items():

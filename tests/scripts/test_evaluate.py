@@ -115,6 +115,21 @@ def test_one_head_has_every_figure_at_every_temperature_and_auto_beside(run, tmp
     assert len(find_tables(verbose)) == 3 and "The same rounds as others count them" in verbose
 
 
+def test_prompts_beyond_the_training_are_named_and_buckets_add_up_to_tau(run, folder, tmp_path):
+    head = shutil.copytree(folder / "one", tmp_path / "short")
+    (head / "about.json").write_text(json.dumps({"data": {"length": 2}}))
+    printed = run(f"checkpoint={head}", "max_new_tokens=40", "auto=false", f"out={tmp_path}/out")
+    assert "3 of 3 prompts are longer than all texts that" in printed and "against 2 tokens" in printed
+    (entry,) = read_entries(tmp_path / "out").values()
+    for buckets in entry["contexts"].values():
+        rounds = sum(bucket["rounds"] for bucket in buckets)
+        emitted = sum(bucket["emitted"] for bucket in buckets)
+        assert rounds == entry["num_rounds"] and emitted / rounds == entry["tau"]
+    assert "contexts" not in entry["by_category"]["a"]
+    written = [(tmp_path / "out" / name).read_text() for name in ("results.md", "results.html")]
+    assert all("Acceptance length by tokens of the answer before a round" in text for text in written)
+
+
 def test_batches_give_the_same_figures(run, folder, tmp_path):
     prompts = [f"prompts={folder}/saved", "split=dev"]
     run(*prompts, "batch=1,3", "decode.width=2", "decode.depth=3", "auto=false", f"out={tmp_path}")

@@ -210,6 +210,27 @@ def test_another_target_is_refused(saved, target):
         checkpoint.load(saved[0], Target(model, name="other"))
 
 
+@pytest.mark.parametrize("fingerprint", ["0" * 16, "0" * 16 + "-fp8"])
+def test_a_target_in_the_form_of_an_earlier_version_is_compared_by_its_embeddings(saved, target, fingerprint):
+    change_document(saved[0], target_fingerprint=fingerprint)
+    words = "names its target .* in the form of an earlier version, which cannot be compared with .*acceptance may be"
+    with pytest.warns(UserWarning, match=words):
+        checkpoint.load(saved[0], target)
+    change_document(saved[0], target_embeddings=None)
+    with pytest.warns(UserWarning, match=words):
+        checkpoint.load(saved[0], target)
+    change_document(saved[0], target_embeddings="0" * 16)
+    with pytest.raises(ValueError, match=r"was trained for .* \(fingerprint 0000.*its own target"):
+        checkpoint.load(saved[0], target)
+
+
+@pytest.mark.parametrize("module", ["specdec.heads.consistency", "specdec.experiments.jacobi.head"])
+def test_a_head_of_an_earlier_version_is_told_from_an_unsafe_one(saved, target, module):
+    change_document(saved[0], _target_=f"{module}.Consistency")
+    with pytest.raises(ValueError, match="Consistency was removed: an earlier version of specdec loads this head"):
+        checkpoint.load(saved[0], target)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

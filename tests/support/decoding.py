@@ -15,10 +15,6 @@ LENGTHS = (5, 12, 2, 9, 1)  # of prompts; more rows than specdec.target.attentio
 NUM_NEW = 24
 
 
-# Layers of a target of eight that draft: the argument of LayerSkip
-SUBSETS = {"first": 5, "both": [0, 1, 2, 4, 6, 7], "later": [1, 3, 4, 5, 6, 7], "all": 8}
-
-
 def chain_of(depth: int) -> TreeShape:
     return TreeShape(depth=depth, width=1, nodes=depth)
 

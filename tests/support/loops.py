@@ -85,7 +85,8 @@ def follow(drafter, tokens, features, slot: int, depth: int, *, loss_logits: boo
     tokens [T]; features [T, F*D], read only before the slot -> states [H] and logits [W] of each step
     judged: the logits that losses judge
     """
-    first, kind = drafter.first_slot, drafter.context_kind
+    first, kind, window = drafter.first_slot, drafter.context_kind, drafter.window or 2**20
+    drafter = drafter.with_window(2**20) if kind == "depth" else drafter  # keys here are numbered by slots, not tokens
     cache, states, logits = DenseKeys(), [], []
     slots = torch.arange(first, slot + 1)  # [S]
     causal = torch.ones(len(slots), len(slots), dtype=torch.bool).tril()
@@ -105,7 +106,7 @@ def follow(drafter, tokens, features, slot: int, depth: int, *, loss_logits: boo
             if kind == "path" and d > 1:  # keys of step 1 of all slots, and of the steps of this slot
                 slots, h, mask = slots[-1:], h[:, -1:], torch.ones(1, len(causal) + d - 1, dtype=torch.bool)
             elif kind == "depth":  # keys of this step at slots that need no drafted token, and at this slot
-                mask = causal.tril(1 - d) | torch.eye(len(slots), dtype=torch.bool)
+                mask = causal.tril(1 - d).triu(1 - window) | torch.eye(len(slots), dtype=torch.bool)
             else:
                 mask = causal[-len(slots) :]
             positions = slots + d - 1

@@ -71,11 +71,11 @@ def digest_tensors(tensors: Iterable[torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
-def fit_by_two(cwd: Path, runs: list[dict]) -> list[str]:
-    """Trains the runs by two processes without a launcher. -> what each has printed"""
+def fit_together(cwd: Path, runs: list[dict], num: int = 2) -> list[str]:
+    """Trains the runs by two processes, or `num`, without a launcher. -> what each has printed"""
     for run, port in zip(runs, free_ports(len(runs))):  # each has its own: the one before may not have closed yet
         run["port"] = port
-    return printed_by(2, "tests.support.processes:fit_all", runs, cwd=cwd)
+    return printed_by(num, "tests.support.processes:fit_all", runs, cwd=cwd)
 
 
 def fit_all(runs: list[dict]) -> None:

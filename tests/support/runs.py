@@ -19,7 +19,9 @@ from train.settings.hydra_text import make_search_path, quote_arguments
 def load_packs(train, encoding, *, length: int, packed: bool, **settings):
     """The packs of one or several sources, as train/prepare/build.py makes them"""
     rows, numbers = load_rows(train, encoding, **settings)
-    return Packs(rows, length=length, packed=packed, row_numbers=numbers)
+    packs = Packs(rows, length=length, packed=packed, row_numbers=numbers)
+    packs.warn_of_losses()
+    return packs
 
 
 def train_overrides(folder: Path, run: str, *overrides: str) -> list[str]:

@@ -136,7 +136,7 @@ def drafter(device: torch.device, num_bytes: int) -> SimpleNamespace:
         (["kl"], 66.5e9, 2**31),  # of 80 GB, beside a target of 8 B
         (["kl"], 66.2e9, 2**31),  # a little less does not matter: a resumed run computes the same parts
         (["kl"], 22e9, 2**29),
-        (["kl", "lk"], 66.5e9, 2**29),
+        (["kl", "ce"], 66.5e9, 2**29),
         (["kl"], 1e9, objective.MIN_LOGITS),  # at least what a CPU takes
     ],
 )

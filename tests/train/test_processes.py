@@ -41,7 +41,13 @@ def order_of(settings: list[tuple[int, int, int]], steps: int, num_packs: int) -
 
 @pytest.mark.parametrize(
     "settings",
-    [[(1, 1, 2), (1, 2, 1)], [(1, 1, 4), (2, 2, 1)], [(1, 1, 3), (1, 1, 2), (2, 1, 1)], [(1, 3, 1), (1, 1, 5)]],
+    [
+        [(1, 1, 2), (1, 2, 1)],
+        [(1, 1, 4), (2, 2, 1)],
+        [(1, 1, 3), (1, 1, 2), (2, 1, 1)],
+        [(1, 3, 1), (1, 1, 5)],
+        [(1, 1, 64), (2, 4, 8)],
+    ],
 )
 def test_the_order_of_packs_goes_on_with_other_processes(settings):
     read = order_of(settings, 5, 17)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec import checkpoint
-from tests.support.processes import fit_by_two
+from tests.support.processes import fit_together
 from tests.support.runs import losses_of, train_overrides
 
 pytestmark = pytest.mark.full  # starts processes
@@ -45,7 +45,7 @@ def work(folder, tmp_path_factory):
     short = "validation.num_prompts=1"
     begun = [run("online", "resumed", short, stop=4), run("online", "resumed", short, SHARD, "resume=true")]
     spoiled = run("online", "spoiled", short, SHARD, "train.skip_not_finite=true", spoil=2)
-    fit_by_two(cwd, [*runs, *begun, spoiled])
+    fit_together(cwd, [*runs, *begun, spoiled])
     return cwd
 
 

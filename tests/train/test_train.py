@@ -38,27 +38,25 @@ from train.loop.trainer import Trainer
 from train.objective.objective import Objective
 
 pytestmark = [pytest.mark.full, pytest.mark.gpu]
+LONGEST = 49  # tokens of the longest text of the folder's data, whose packs have 64
 
 HEADS = list(config_files.list_files("head"))
-DRAFTS_WITH_TARGET = ("consistency",)  # no draft vocabulary, and no unroll that could be replayed
 SHORT = ("train.steps=2", "train.validate_every=2")
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_every_head_trains_and_its_checkpoint_loads(fit, folder, head):
-    load, has_vocabulary = lambda: Target.load(f"{folder}/target", dtype="float32"), head not in DRAFTS_WITH_TARGET
+    def load() -> Target:
+        return Target.load(f"{folder}/target", dtype="float32")
+
     before = load().fingerprint()
     more = [f"head.drafter.{name}={value or 'null'}" for name, value in NO_SOURCE.get(head, {}).items()]
-    assert fit(head, f"head={head}", f"head.vocab_size={'200' if has_vocabulary else 'null'}", *more) == 0
+    assert fit(head, f"head={head}", "head.vocab_size=200", *more) == 0
     target = load()
     drafter, report = checkpoint.load(f"checkpoints/{head}", target), report_of(head)
-    assert target.fingerprint() == before and drafter.vocab_size == (200 if has_vocabulary else target.vocab_size)
-    assert (
-        report["tau"] >= 1
-        and report["adapted_target"] == (head in ADAPTING)
-        and ("replayed_tau" in report) == has_vocabulary
-    )
-    assert not has_vocabulary or report["replayed_tau"] == pytest.approx(report["tau"], abs=1e-9)
+    assert target.fingerprint() == before and drafter.vocab_size == 200
+    assert report["tau"] >= 1 and report["adapted_target"] == (head in ADAPTING)
+    assert report["replayed_tau"] == pytest.approx(report["tau"], abs=1e-9)
 
 
 @pytest.mark.parametrize("rank", ["null", "4"])
@@ -88,7 +86,6 @@ BITS = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="
     [
         "features.mode=online",
         "features.mode=cached",
-        "head=consistency head.vocab_size=null",
         "optimizer.name=muon optimizer.schedule=wsd",
         "train.ema=0.9 optimizer.schedule=constant",
         pytest.param("optimizer.name=adamw8bit", marks=BITS),
@@ -231,13 +228,13 @@ def test_ctrl_c_saves_the_state_and_prints_how_to_resume(folder, tmp_path, monke
 # Experiments
 
 
-@pytest.mark.parametrize(("experiment", "depth"), [("blockwise", 4), ("consistency", 6)])
+@pytest.mark.parametrize(("experiment", "depth"), [("blockwise", 4)])
 def test_an_experiment_runs(fit, experiment, depth):
     """Trains and validates the published experiment; only target, data and length differ."""
     more = ("data.hold_out=0", "data.tokens=null", "head.vocab_size=null", *SHORT)
     assert fit("some", f"experiment={experiment}", *more) == 0
     report = report_of("some", 2)
-    assert report["tau"] >= 1 and report["adapted_target"] == (experiment == "consistency")
+    assert report["tau"] >= 1 and not report["adapted_target"]
     assert report["identical_outputs"] == 1 and len(report["survival"]) == depth
 
 
@@ -294,6 +291,18 @@ def test_trained_adapters_are_merged_in_the_checkpoint(fit, folder):
     assert not any("lora" in name for name in checkpoint.load("checkpoints/lora", target).state_dict())
 
 
+@pytest.mark.parametrize("head", ["eagle3", "mtp", "dflash"])
+def test_an_auto_window_is_the_longest_text_and_changes_no_loss(fit, head):
+    for name, window in (("limited", "auto"), ("whole", "null")):
+        assert fit(f"{name}-{head}", "train.steps=3", f"head={head}", f"head.drafter.window={window}") == 0
+    assert losses_of(f"limited-{head}") == losses_of(f"whole-{head}") and losses_of(f"whole-{head}")
+    folders = [Path(f"checkpoints/{name}-{head}/step_000003") for name in ("limited", "whole")]
+    documents = [json.loads((folder / "drafter.json").read_text()) for folder in folders]
+    assert [document["window"] for document in documents] == [LONGEST, None]
+    assert checkpoint.find_trained_length(folders[0]) == LONGEST
+    assert documents[0].get("window_causal", False) is False
+
+
 def test_held_out_prompts_that_are_trained_on_are_named(fit, folder, tmp_path):
     """Also those that only the head was trained on from which a run starts."""
     short = "train.steps=1", "head=eagle"
@@ -303,6 +312,8 @@ def test_held_out_prompts_that_are_trained_on_are_named(fit, folder, tmp_path):
         fit("copied", *short)
     about = json.loads(Path("checkpoints/copied/about.json").read_text())
     assert about["data"]["held-out prompts trained on"] == 1
+    folders = [checkpoint.resolve(f"checkpoints/copied/{step}") for step in ("step_000001", "")]
+    assert [checkpoint.find_trained_length(folder) for folder in folders] == [LONGEST, LONGEST]
     assert len(trained_prompts.read_digests(Path("checkpoints/copied/step_000001"))) == 12
     write_rows(tmp_path / "other.jsonl", [{"prompt": "Say w.", "completion": "w is followed by x."}] * 12)
     write_rows(tmp_path / "clean.jsonl", [{"prompt": "Count on."}])

@@ -8,7 +8,7 @@ import torch
 
 from specdec import checkpoint
 from tests.support.commands import ROOT, start, write_rows
-from tests.support.processes import fit_by_two, fit_float64, free_ports
+from tests.support.processes import fit_float64, fit_together, free_ports
 from tests.support.runs import log_of, losses_of, report_of, train_overrides, weights_of
 from tests.support.together import MARK
 from train.loop.trainer import VOTE_STEPS
@@ -48,7 +48,7 @@ def printed(folder, tmp_path_factory):
         minutes = ["train.save_every=null", "train.save_minutes=1e-9", "train.steps=90", "train.validate_every=27",
                    "train.accumulation=auto", "validation.num_prompts=1"]  # fmt: skip
         runs += [run("ended", *minutes, end=30)]
-        both = fit_by_two(cwd, runs)
+        both = fit_together(cwd, runs)
         fit_float64(**run("two-then-one", "train.accumulation=2", "resume=true"))
     return cwd, both
 

@@ -33,3 +33,15 @@ def test_rows_stay_in_any_order_and_several_times(rows):
     cache.select(rows)
     assert cache.entry_tensor.equal(expected)
     assert cache.lengths.tolist() == cache.host_lengths == [5 - row for row in rows]
+
+
+def test_rows_that_join_one_by_one_seldom_copy_the_others():
+    """The number of rows doubles, also when the capacity grows: 9 rows make 4 copies behind the first allocation."""
+    cache, addresses = fill_cache(batch=1), set()
+    for num in range(2, 10):
+        cache.select([*range(num - 1), 0])
+        addresses.add(cache.entry_tensor.data_ptr())
+        assert cache.entry_tensor.shape[2] == len(cache.host_lengths) == num
+    assert len(addresses) == 4 and cache.max_rows == 16
+    cache.make_room(100)
+    assert cache.max_rows == 16 and cache.entry_tensor[0, 0, 8, 0, :5, 0].tolist() == [0, 1, 2, 3, 4]

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from specdec.core import cache, cached_keys, fast, masks, rules
-from specdec.core.cache_memory import CacheMemory
 from specdec.core.cached_keys import attend_cached, find_cached_keys
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
@@ -25,6 +24,8 @@ from tests.target_table import make_family_target
 # Families whose attention takes a mask apart, caps its scores, or has other numbers of heads than configured
 CANNOT = {"nemotron", "stablelm", "gemma2", "vaultgemma", "doge", "falcon", "jetmoe"}
 
+
+CANNOT_READ_PIECES = {*CANNOT, "afmoe", "mimo_v2_flash", "gptj"}
 
 PATHS = pytest.mark.parametrize("paths", [("cache",), ("cache", "tree")], ids=["cache", "tree"])
 
@@ -119,65 +120,55 @@ def test_passes_of_families_against_a_mask(family, paths):
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The fast path cache is left out")
 @pytest.mark.parametrize("family", [family for family in FAMILIES if not family.refused], ids=str)
-def test_openings_of_families_against_a_mask(family):
-    """Prompts of two lengths in two pieces, of which the second has the first in its cache."""
+def test_pieces_of_families_against_a_mask(family):
+    """Prompts of two lengths in three pieces. A family that cannot reads them under a mask."""
     target = make_family_target(family)
-    target.__dict__.pop("reads_openings", None)
-    with fast.force_paths("cache"):
-        opens = target.reads_openings
-    if not opens:
-        target.__dict__.pop("reads_openings", None)
-        assert str(family) in CANNOT or target.windowed or must_mask(target)
-        return
-    results = [read_in_pieces(target, opens) for opens in (False, True)]
-    target.__dict__.pop("reads_openings")
+    reads = target.reads_pieces
+    assert reads or str(family) in CANNOT_READ_PIECES or must_mask(target)
+    results = [read_prompts(target, maskless) for maskless in (False, reads)]
+    target.__dict__["reads_pieces"] = reads
     error = 1e-10 if target.dtype == torch.float64 else 1e-4
     torch.testing.assert_close(results[1], results[0], atol=error, rtol=error)
 
 
-def read_in_pieces(target, opens: bool) -> list[torch.Tensor]:
-    """The last states, features, K and V of two prompts, with or without a mask over the first piece."""
-    target.__dict__["reads_openings"] = opens
+def read_prompts(target, maskless: bool) -> list[torch.Tensor]:
+    """The last states, features, K and V of two prompts, with or without masks."""
+    target.__dict__["reads_pieces"] = maskless
     prefill = Prefill(target, (1,), prompts_of(target, 0, (9, 5)))
     with torch.no_grad():
-        prefill.advance(12)
-        assert prefill.num_read == (6 if prefill.divisible else 9)
+        prefill.advance(6)
+        assert prefill.num_read == (3 if target.divisible else 9)
+        prefill.advance(6)
         prefill.advance()
     final, features = prefill.output()
-    return [final, features[0, :9], features[1, :5], *(kept[:, :, :5] for kept in prefill.cache.keys_and_values)]
-
-
-def test_an_opening_has_no_mask_and_reads_as_many_keys_as_it_has(monkeypatch):
-    """Of a cache with room for 512 entries. Later pieces read them under a mask."""
-    target, calls = make_target(6, num_layers=3), []
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-
-    def record(query, key, value, attn_mask=None, **options):
-        calls.append((key.shape[2], attn_mask is None and options["is_causal"]))
-        return sdpa(query, key, value, attn_mask=attn_mask, **options)
-
-    with fast.force_paths("cache"):
-        assert target.reads_openings
-        prefill = Prefill(target, (), prompts_of(target, 0, (200, 150)))
-        prefill.cache.use_memory(500, CacheMemory())
-        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
-        prefill.advance(240)
-        assert calls == [(120, True)] * 3
-        prefill.advance()
-        assert calls[3:] == [(512, False)] * 3
+    return [
+        final,
+        features[0, :9],
+        features[1, :5],
+        *(kept[:, :, :5] for kept in prefill.cache.keys_and_values if kept.dim() > 1),
+    ]
 
 
 @pytest.mark.parametrize(
-    "head, shape", [(None, CHAIN), ("eagle", TREE), ("eagle3", CHAIN), ("mtp", CHAIN), ("peagle", CHAIN)]
+    "head, shape, arguments",
+    [
+        (None, CHAIN, {}),
+        ("eagle", TREE, {}),
+        ("eagle3", CHAIN, {}),
+        ("mtp", CHAIN, {}),
+        ("peagle", CHAIN, {}),
+        ("eagle", TREE, {"window": 7}),
+        ("eagle3", CHAIN, {"window": 7, "num_layers": 2, "full_layers": [1]}),
+        ("peagle", CHAIN, {"window": 7}),
+    ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @PATHS
-def test_decoding_gives_the_same_answers(head, shape, temperature, paths):
+def test_decoding_gives_the_same_answers(head, shape, arguments, temperature, paths):
     target = make_target(6, num_layers=3)
     with fast.force_paths(*paths):
-        drafter = head and make_drafter(target, head, True)
+        drafter = head and make_drafter(target, head, True, arguments)
         lean = decoder_of(target, drafter, shape, compiled=False, temperature=temperature)
         answers = [
             lean.generate(prompts_of(target, seed), 24, generator=torch.Generator().manual_seed(1)) for seed in range(3)

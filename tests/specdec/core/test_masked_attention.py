@@ -1,4 +1,4 @@
-"""Attention under a mask against softmax, also where the heads of one token are the rows of a product."""
+"""Attention under a mask against softmax, also where the heads of few tokens are the rows of a product."""
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ EXACT, ROUNDED = 1e-12, 0.02
         (torch.bfloat16, 1, 1, ROUNDED),
         (torch.bfloat16, 1, HEADS, ROUNDED),
         (torch.bfloat16, 3, 1, ROUNDED),
+        (torch.bfloat16, 9, 1, ROUNDED),
     ],
 )
 def test_attention_under_a_mask_against_softmax(dtype, num_tokens, heads_of_mask, tolerance):

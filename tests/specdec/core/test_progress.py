@@ -69,6 +69,61 @@ def test_the_time_left_is_that_of_the_units_done_and_falls_between_them(choose, 
         assert str(task) == "0/1 request"
 
 
+def test_the_time_left_follows_from_tokens_to_read_and_to_write(choose, clock, capsys):
+    choose("plain")
+    with progress.start_task("decoding", 2, unit="requests") as task:
+        progress.expect_tokens(read=20_000, written=400)
+        for read in (5_000, 5_000):  # one prompt in pieces, 20 s each
+            clock[0] += 20
+            progress.count_tokens(read=read)
+        assert str(task) == "0/2 requests, 10,000/20,000 prompt tokens read"
+        clock[0] += 10
+        progress.count_tokens(written=100)
+        assert str(task).endswith("70 s left")  # 10,000 tokens to read in 40 s, at most 300 to write in 30 s
+        clock[0] += 20
+        assert str(task).endswith("50 s left")
+        task.advance()
+        assert str(task).endswith("70 s left")  # as long as the first one: 100 tokens and 20 s behind them are expected
+    assert "decoding: 0/2 requests, 10,000/20,000 prompt tokens read" in capsys.readouterr().err.splitlines()
+    progress.count_tokens(read=5)  # outside of every task
+    with progress.start_task("answering", 3, unit="answers") as task:  # by a server, whose tokens are not counted
+        progress.expect_tokens(read=20_000, written=400)
+        clock[0] += 20
+        task.advance()
+        assert str(task) == "1/3 answers, 0.05 answers/s, 40 s left"
+
+
+def test_a_first_answer_unlike_the_rest_is_soon_outweighed(choose, clock):
+    choose("quiet")
+    with progress.start_task("decoding", 100, unit="requests") as task:
+        progress.expect_tokens(read=100 * 4000, written=100 * 256)
+        for num_tokens in (5, 255, 255):
+            clock[0] += 8
+            progress.count_tokens(read=4000)
+            clock[0] += num_tokens / 10
+            progress.count_tokens(written=num_tokens)
+            task.advance()
+    assert str(task) == "3/100 requests, 12,000/400,000 prompt tokens read, 0.04 requests/s, 41 min left"
+
+
+def test_short_prompts_of_several_methods_do_not_count_as_long(choose, clock):
+    choose("quiet")
+    with progress.start_task("decoding", 2, unit="requests") as task:
+        progress.expect_tokens(read=800, written=40, times=4)
+        progress.count_tokens(read=1600)
+        assert str(task) == "0/2 requests"
+
+
+def test_nothing_is_formatted_that_is_not_printed(choose, clock, monkeypatch):
+    choose("quiet")
+    monkeypatch.setattr(progress.Task, "__str__", lambda task: pytest.fail("formatted"))
+    with progress.start_task("decoding", 2, unit="requests") as task:
+        progress.expect_tokens(read=800, written=40)
+        clock[0] += 40
+        progress.count_tokens(read=400)
+        task.advance()
+
+
 def test_sentences_are_broken_between_words_on_a_terminal_only(monkeypatch, capsys):
     text = "first line\n" + "word " * 30 + "a/path/that/is/longer/than/the/terminal"
     progress.Results().say(text)

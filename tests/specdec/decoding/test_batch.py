@@ -5,13 +5,15 @@ import itertools
 import pytest
 import torch
 
+from specdec.core import cached_keys
 from specdec.core.compile import Runner
 from specdec.core.generation import Ends
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape, make_root
+from specdec.decoding import decoder as decoder_module
 from specdec.decoding.batch import Batch, Request
 from specdec.decoding.decoder import Decoder
-from specdec.experiments.jacobi.proposer import Lookahead
+from specdec.decoding.prefill import Prefill
 from specdec.proposers.auto import AutoProposer
 from specdec.proposers.costs import make_costs
 from specdec.proposers.heads import HeadProposer
@@ -64,7 +66,6 @@ def make_proposer(target, name: str):
         "none": lambda: None,
         "suffix": lambda: make_suffix(target),
         "ngram": lambda: Ngram(target, min=1, max=3, num=4),
-        "lookahead": lambda: Lookahead(target, window=3, ngram=3, guesses=2),
     }
     return makers[name]()
 
@@ -77,7 +78,7 @@ def fix_shapes() -> Runner:
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("name", ["none", "suffix", "ngram", "lookahead", "auto"])
+@pytest.mark.parametrize("name", ["none", "suffix", "ngram", "auto"])
 def test_greedy_answers_are_those_of_each_prompt_alone(small_target, name, batch_size):
     prompts = prompts_of(small_target)
     plain = answer_alone(small_target, prompts, 30, STOP)
@@ -342,6 +343,30 @@ def test_no_more_rows_run_than_asked_for(small_target, name):
     assert max(sizes) == 3
 
 
+@pytest.mark.parametrize("name", ["eagle3", "suffix", "auto"])
+def test_long_prompts_are_read_in_fewer_rows_and_in_pieces(small_target, name, monkeypatch):
+    prompts, sizes = prompts_of(small_target), []
+    advance = Prefill.advance
+    monkeypatch.setattr(decoder_module, "READ_TOGETHER", 24)
+    monkeypatch.setattr(cached_keys, "CPU_PIECE_TOKENS", 5)
+
+    def record(prefill, max_tokens=None):
+        start = prefill.num_read
+        advance(prefill, max_tokens)
+        sizes.append((len(prefill.counts), max(prefill.counts), prefill.num_read - start))
+
+    monkeypatch.setattr(Prefill, "advance", record)
+    decoder = greedy(small_target, make_proposer(small_target, name), STOP)
+    answers = dict(decoder.answers(prompts, 20, batch_size=4))
+    assert [answers[number].tokens[0] for number in range(len(prompts))] == answer_alone(
+        small_target, prompts, 20, STOP
+    )
+    recorded = sizes[: -len(prompts)]  # without the last decoder's
+    if decoder.batch().joins:
+        assert all(rows == 1 or rows * longest <= 24 for rows, longest, _ in recorded)
+    assert max(size for *_, size in recorded) == 5
+
+
 def test_bad_input_is_refused(small_target):
     decoder = greedy(small_target, None)
     with pytest.raises(ValueError, match="rows=0 must be at least 1"):
@@ -385,7 +410,7 @@ def test_prompts_whose_pieces_would_be_read_otherwise_are_read_whole(small_targe
         monkeypatch.setattr(small_target, "rotary_boundary", boundary)
         prefill = batch.prefill([Request([1, 2, 3, 4], 4)])
         batch.read(prefill, 2)
-        assert prefill.complete == (boundary is not None) and prefill.divisible == (boundary is None)
+        assert prefill.complete == (boundary is not None) and small_target.divisible == (boundary is None)
 
 
 def test_an_error_before_the_first_round_is_told_as_it_is(small_target, monkeypatch):

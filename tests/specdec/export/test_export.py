@@ -111,12 +111,9 @@ REFUSALS = [
     *(("peagle", False, {}, form, "has no P-EAGLE: take format=vllm or speculators") for form in ("eagle",
         "sglang", "gguf", "openvino")),
     ("peagle", False, {"norm_output": True}, "speculators", "take format=vllm"),
-    ("dflash", False, {"window": 4}, "gguf", "has no sliding layers in drafters: take format=vllm or speculators"),
+    *((head, False, {"window": 4, "window_causal": True}, "gguf", "layers with a window do not: train with")
+      for head in ("dflash", "dspark")),
     ("dflash", False, {"window": 4, "full_layers": [1]}, "speculators", "vLLM takes all layers .* as causal"),
-    ("dspark", False, {"window": 4}, "gguf",
-        "llama.cpp has no sliding layers in drafters: take format=vllm or speculators"),
-    *(("eagle3", False, {"window": 4}, form, "has no sliding layers in drafters: take format=vllm or speculators")
-      for form in ("eagle", "gguf", "openvino")),
     ("eagle3", False, {"window": 4, "num_layers": 2, "full_layers": [1]}, "sglang",
         "one window for all layers of a head"),
 ]  # fmt: skip
@@ -387,7 +384,29 @@ def test_generate_of_transformers_drafts_as_many_tokens_as_the_launch_line_says(
 
 
 @pytest.mark.parametrize("window, option", [(None, ""), (4, " --speculative-draft-window-size 4")])
-def test_sglang_is_told_of_a_window_by_a_flag(target, window, option):
-    form = make_form(make_exact(target, "eagle3", False, {"window": window}), "sglang")
+@pytest.mark.parametrize("head", ["eagle", "eagle3", "mtp"])
+def test_sglang_is_told_of_a_window_by_a_flag(target, head, window, option):
+    form = make_form(make_exact(target, head, False, {"window": window}), "sglang")
     line = form.launch_lines(target="T", out="O", num=3)["SGLang"]
     assert line.endswith(f"--speculative-num-steps 3 --speculative-eagle-topk 1{option}")
+    noted = "Layers of this head see 4 positions, and the first draft of a round sees all in SGLang" in str(form.notes)
+    assert noted == (window is not None and head != "eagle3")
+
+
+@pytest.mark.parametrize(
+    "head, form",
+    [
+        *(("eagle3", form) for form in ("eagle", "gguf", "openvino")),
+        *((head, "vllm") for head in ("eagle", "mtp")),
+        ("dflash", "gguf"),
+    ],
+)
+def test_an_engine_without_windows_serves_the_head_and_says_what_that_costs(target, head, form):
+    """With the folder that it had without a window."""
+    arguments = {"window_causal": False} if head == "dflash" else {}
+    limited, whole = (
+        make_form(make_exact(target, head, False, {"window": window, **arguments}), form) for window in (4, None)
+    )
+    (note,) = [note for note in limited.notes if note not in whole.notes]
+    assert note.startswith("Layers of this head see 4 positions, and every draft sees all in ")
+    assert limited.engines == whole.engines and limited.layout.config.keys() >= whole.layout.config.keys()

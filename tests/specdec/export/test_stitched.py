@@ -10,6 +10,7 @@ from scripts import export as export_script
 from specdec import checkpoint
 from specdec.core.shards import Shards
 from specdec.core.untrusted import read_tensors
+from specdec.export.engines import make_form
 from specdec.export.stitched import copy_model, make_stitched_layout, write_stitched
 from specdec.heads.native import NativeMTP, read_native_modules
 from specdec.target.model import Target
@@ -219,3 +220,10 @@ def test_the_command_writes_a_model_and_how_to_serve_it(tmp_path, capsys, engine
     assert tensors_equal(read_native_modules(str(tmp_path / "out"), target)[1], drafter.state_dict())
     with pytest.raises(ValueError, match=r"format=vllm takes .*, and not NativeMTP"):
         export_script.main([arguments[0], arguments[1], "format=vllm", f"out={tmp_path}/other"])
+
+
+def test_a_window_that_no_engine_reads_is_noted(tmp_path):
+    save_native(tmp_path / "model", "glm4_moe")
+    drafter = NativeMTP(Target.load(str(tmp_path / "model"), dtype="float32"))
+    notes = [" ".join(make_form(head, "stitched").notes) for head in (drafter, drafter.with_window(8))]
+    assert ["Layers of this head see 8 positions" in text for text in notes] == [False, True]

@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from specdec import checkpoint
+from specdec.core import cached_keys, masks
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
+from specdec.decoding.drafting import Drafting
 from specdec.proposers.heads import HeadProposer
 from specdec.target import attention
 from specdec.unroll import plan as unroll_plan
 from specdec.unroll.plan import plan_unroll, unroll
 from tests.support.decoding import chain_of, random_tokens
-from tests.support.drafters import VARIANTS, load_head, paired
+from tests.support.drafters import VARIANTS, load_head, make_drafter, paired
 from tests.support.loops import follow
 
 LENGTH = 13
@@ -231,6 +233,52 @@ def readouts_by_slot(drafter, tokens, features) -> dict[tuple[int, int], torch.T
     return {(d, slot): select_goals(unrolled, unrolled.readouts, d, [slot + d])[0] for d, slot in pairs}
 
 
+def test_a_window_as_long_as_the_text_changes_nothing(any_drafter, text):
+    """Bit for bit, in the unroll. A shorter one does, and heads without attention take none."""
+    if not any_drafter.windows:
+        with pytest.raises(ValueError, match=r"has no attention that takes a window: give null\.$"):
+            any_drafter.with_window(8)
+        return
+    if any_drafter.window is not None:
+        return
+    readouts = readouts_by_slot(any_drafter, *text)
+    for window, same in ((LENGTH, True), (6, False)):
+        limited = readouts_by_slot(any_drafter.with_window(window), *text)
+        assert all(torch.equal(limited[key], readout) for key, readout in readouts.items()) == same
+    assert any_drafter.window is None
+
+
+def test_prompts_read_in_pieces_have_the_drafts_of_prompts_under_a_mask(any_drafter, text, monkeypatch):
+    """Rows of 11 and 3 tokens, in pieces of 4. No mask has as many queries as the prompts have tokens."""
+    tokens, features = (torch.stack([values[:12], values[1:13]]) for values in text)
+    make_mask, num, probabilities, sizes = masks.pending_mask, torch.tensor([11, 3]), [], list[int]()
+
+    def note_mask(ancestors, *arguments):
+        sizes.append(ancestors.shape[-2])
+        return make_mask(ancestors, *arguments)
+
+    for piece_tokens, reads_pieces in ((1024, False), (4, type(any_drafter).reads_pieces)):
+        sizes.clear()
+        monkeypatch.setattr(masks, "pending_mask", note_mask)
+        monkeypatch.setattr(cached_keys, "CPU_PIECE_TOKENS", piece_tokens)
+        monkeypatch.setattr(any_drafter, "reads_pieces", reads_pieces, raising=False)
+        proposer = begin(any_drafter, chain_of(find_depth(any_drafter)), tokens, features[:, :11], num)
+        tree = proposer.propose(Sampling(0.6), torch.Generator().manual_seed(0))
+        probabilities.append(tree.probs)
+    assert max(sizes, default=0) < 10
+    torch.testing.assert_close(*probabilities, atol=1e-10, rtol=0)
+
+
+def test_a_window_no_longer_than_a_round_is_refused_in_training_and_decoding(small_target):
+    drafter, documents = make_drafter(small_target, "eagle3").with_window(4), torch.zeros(1, 9, dtype=torch.long)
+    arguments = documents, torch.arange(9)[None], documents == 0
+    plan_unroll(drafter, *arguments, depth=3)
+    with pytest.raises(ValueError, match=r"^window=4 must exceed depth=4: raise one or lower the other\.$"):
+        plan_unroll(drafter, *arguments, depth=4)
+    with pytest.raises(ValueError, match=r"^decode\.window=4 must exceed decode\.depth=4: "):
+        Drafting(depth=4).proposer(drafter)
+
+
 # The tokens that step d of slot j reads, and the features that it reads
 READS = {
     "Eagle": (lambda d, j: range(1, j + d), lambda d, j: range(j)),
@@ -260,10 +308,14 @@ def test_a_step_depends_on_the_inputs_of_its_family(any_drafter, text):
     if getattr(any_drafter, "zero_first", False):
         name += " without the first"
     reads_token, reads_feature = READS[name]
-    if name.startswith("BlockDrafter") and any_drafter.window and None not in any_drafter.windows:
 
-        def reads_feature(d, j):
-            return range(max(0, j - any_drafter.window), j)
+    def find_first_slot(d: int, j: int) -> int:
+        """The first slot within the windows of all layers behind one another."""
+        if None in any_drafter.windows or not any_drafter.windows:
+            return 0
+        text = any_drafter.context_kind == "text"
+        layers = {"text": any_drafter.config.num_hidden_layers, "depth": d}.get(any_drafter.context_kind, 1)
+        return j + text * (d - 1) - layers * (any_drafter.window - 1)
 
     tokens, features = text
     base = readouts_by_slot(any_drafter, tokens, features)
@@ -278,9 +330,12 @@ def test_a_step_depends_on_the_inputs_of_its_family(any_drafter, text):
             changed = not torch.equal(token_readouts[d, slot], readout)
             if candidates_only and position > slot and not changed:
                 continue
-            assert changed == (position in reads_token(d, slot)), f"token {position}, step {d} of slot {slot}"
+            first = find_first_slot(d, slot)
+            expected = position in reads_token(d, slot) and position >= first
+            assert changed == expected, f"token {position}, step {d} of slot {slot}"
             changed = not torch.equal(feature_readouts[d, slot], readout)
-            assert changed == (position in reads_feature(d, slot)), f"feature {position}, step {d} of slot {slot}"
+            expected = position in reads_feature(d, slot) and position >= first - 1
+            assert changed == expected, f"feature {position}, step {d} of slot {slot}"
 
 
 @pytest.mark.parametrize("num_rows, num_tokens", [(2, 3), (5, 1), (5, 3), (5, 20)])

@@ -118,6 +118,20 @@ def test_groups_of_answers_have_tables(folder):
     )
     assert "| drafter | engine | load | 0-255 | 1024- |" in text and "1.20, n 3" in text
     assert "tokens of the answer" not in text  # nothing is known of them
+    groups = {
+        name: {"prompts": 9, "tau": [tau, None, None], "rounds": 3} for name, tau in (("0-255", 2), ("256-511", 1))
+    }
+    write_document(folder / "rounds.json", by__context=groups)
+    board.write_board(folder)
+    table = (folder / board.MARKDOWN).read_text().partition("tau by tokens before a round\n\n")[2]
+    assert table.startswith("| drafter | engine | load | 0-255 | 256-511 |") and "2.00, n 9 | 1.00, n 9" in table
+    assert "Groups overlap" not in table
+    older = {name: {"prompts": 9, "tau": [2, None, None]} for name in ("1024-2047", "256-1023", "256-511", "1024-4095")}
+    write_document(folder / "older.json", by__prompt_tokens=older)
+    board.write_board(folder)
+    table = (folder / board.MARKDOWN).read_text().partition("tau by tokens of the prompt\n\n")[2]
+    assert table.startswith("| drafter | engine | load | 0-255 | 256-511 | 256-1023 | 1024-2047 | 1024-4095 | 1024- |")
+    assert "Groups overlap, as older records have wider ones" in table
 
 
 def test_the_page_needs_no_network_keeps_the_records_and_names_what_it_leaves_out(folder):

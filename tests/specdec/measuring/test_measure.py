@@ -4,7 +4,7 @@ import pytest
 
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
-from specdec.measuring.measure import decode_side_by_side
+from specdec.measuring.measure import decode_side_by_side, limit_rows, split_prompts
 from specdec.proposers.heads import HeadProposer
 from tests.support.decoding import chain_of, greedy, prompts_of
 from tests.support.drafters import make_drafter
@@ -48,3 +48,10 @@ def test_the_random_numbers_of_an_answer_are_its_own(small_target):
     assert [generation.tokens for generation in answers["a"]] == [generation.tokens for generation in answers["b"]]
     (again,) = decode_side_by_side({"a": sampled["a"]}, prompts[2:], 6, batch=1, seeds=[7])["a"]
     assert again.tokens == answers["a"][2].tokens
+
+
+def test_groups_of_long_prompts_are_smaller():
+    sizes = [len(group) for group in split_prompts(list(range(16)), 4)]
+    assert sizes == [16] and [len(group) for group in split_prompts(list(range(16)), 4, longest=7000)] == [4] * 4
+    assert [limit_rows(16, length) for length in (100, 2048, 2049, 7000, 40_000)] == [16, 16, 8, 4, 1]
+    assert limit_rows(6, 2048) == 6 and limit_rows(6, 3000) == 4

@@ -1,7 +1,6 @@
 """The fingerprint covers what changes a target's output, and nothing else: however it is stored and loaded."""
 
 import json
-import warnings
 from pathlib import Path
 
 import pytest
@@ -9,13 +8,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from specdec import checkpoint
-from specdec.core.files import replace_document
 from specdec.target import fingerprint as target_fingerprint
 from specdec.target.adapter import add_adapter
 from specdec.target.fingerprint import COUNTED_FIELDS, WeightSource, describe_config
 from specdec.target.model import Target
-from tests.support.drafters import save_eagle
 from tests.support.families import find_family, make
 from tests.support.native import save_native
 from tests.support.saved_targets import IMAGES, SIZES, edit, edit_tensors, save
@@ -208,59 +204,6 @@ def test_a_second_copy_of_a_tied_matrix_does_not_count_and_a_head_of_its_own_doe
     whole = load_with_equal_heads(tmp_path)
     assert whole.lm_head.weight is not whole.embed.weight and find_fingerprint(tmp_path) != before
     assert find_fingerprint(edit(tmp_path, tie_word_embeddings=False)) == whole.fingerprint()  # the weights say it
-
-
-# Fingerprints of earlier versions
-
-
-def test_an_earlier_fingerprint_stays_what_checkpoints_hold():
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                                         num_attention_heads=4, num_key_value_heads=2))  # fmt: skip
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_((torch.arange(parameter.numel()) % 97 - 48 + number).view(parameter.shape) / 64)
-    made = make_fingerprint(model)
-    assert made.old_text == "b627ab7eb7640233" and made.matches("b627ab7eb7640233") and made.matches(made.text)
-    assert not any(map(made.matches, ("v2.b627ab7eb7640233", made.text.removeprefix("v2."), "", None)))
-
-
-def store_old_fingerprint(head: Path, target: Target) -> dict:
-    """Writes the target's earlier fingerprint into a checkpoint. Returns its document of before."""
-    path = head / "drafter.json"
-    document = json.loads(path.read_text())
-    replace_document(path, document | {"target_fingerprint": target.identity.old_text})
-    return document
-
-
-@pytest.mark.parametrize("load", [Target.load, Target.load_ends])
-def test_a_head_with_an_earlier_fingerprint_loads_silently_and_is_saved_with_the_new_one(tmp_path, load):
-    target = load(str(save(tmp_path / "target")), dtype="float32")
-    save_eagle(tmp_path / "head", target)
-    document = store_old_fingerprint(tmp_path / "head", target)
-    assert document["target_fingerprint"] == target.fingerprint() and target.fingerprint().startswith("v2.")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        head, spec = checkpoint.load_for_training(tmp_path / "head", target, {})
-    checkpoint.save(tmp_path / "again", head, spec)
-    saved = json.loads((tmp_path / "again" / "drafter.json").read_text())
-    assert saved["target_fingerprint"] == target.fingerprint()
-    edit_tensors(tmp_path / "target", lambda tensors: tensors[EMBEDDING].mul_(2))
-    with pytest.raises(ValueError, match="Use it with its own target"):
-        checkpoint.load(tmp_path / "head", load(str(tmp_path / "target"), dtype="float32"))
-
-
-def test_an_earlier_fingerprint_that_files_do_not_give_costs_a_warning(tmp_path):
-    """Of experts, which files have one by one and an earlier version read as they are in memory."""
-    make(find_family("qwen3_moe")).save_pretrained(tmp_path / "target")
-    whole, ends = (load(str(tmp_path / "target"), dtype="float32") for load in (Target.load, Target.load_ends))
-    assert whole.fingerprint() == ends.fingerprint() and whole.identity.old_text != ends.identity.old_text
-    save_eagle(tmp_path / "head", whole)
-    store_old_fingerprint(tmp_path / "head", whole)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        checkpoint.load(tmp_path / "head", whole)
-    with pytest.warns(UserWarning, match="only the embedding and the final norm"):
-        checkpoint.load(tmp_path / "head", ends)
 
 
 def test_it_is_made_when_it_is_asked_for_and_before_the_weights_change(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import PartialState
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
@@ -18,6 +19,7 @@ from tests.support.targets import save_word_model
 from tests.support.together import together
 from train.data.batches import TrainingBatch, collate
 from train.features.outputs import ComputedFeatures
+from train.processes import make_mesh
 
 pytestmark = pytest.mark.full  # starts processes
 
@@ -46,17 +48,19 @@ def results(folder) -> list[dict]:
 
 def compare(folder: str) -> dict:
     """In each process, with its own texts: figures of a whole and of a shared target, and refusals."""
-    dist.init_process_group("gloo")
+    PartialState(cpu=True)
+    mesh = make_mesh("dp_shard", 2, "cpu", "shard=2")
     figures = {}
     for name in (*FAMILIES, "plain", "modelopt"):
         whole, sharded = pair = [
-            load(f"{folder}/{name}", dtype="float64") for load in (Target.load, Target.load_sharded)
+            Target.load(f"{folder}/{name}", dtype="float64"),
+            Target.load_sharded(f"{folder}/{name}", mesh, dtype="float64"),
         ]
         outputs = [ComputedFeatures(loaded, (1, 2))(batch()) for loaded in pair]
         sizes = [count_bytes(loaded) for loaded in pair]
         figures[name] = difference(*outputs), sizes, whole.fingerprint() == sharded.fingerprint()
     missing_calls = sharded.share.count_missing_calls(3 + 2 * dist.get_rank()), whole.share.count_missing_calls(3)
-    check_refusals(folder, sharded)
+    check_refusals(folder, sharded, mesh)
     return {"figures": figures, "missing_calls": missing_calls}
 
 
@@ -88,12 +92,14 @@ def count_bytes(target: Target) -> list[int]:
     return sizes
 
 
-def check_refusals(folder: str, sharded: Target) -> None:
+def check_refusals(folder: str, sharded: Target, mesh) -> None:
     attempts = {
-        r"recurrent or convolution layers.*Use shard=false\.$": lambda: Target.load_sharded(f"{folder}/qwen3_5_text"),
-        r"experts.*Use shard=false; then device=auto": lambda: Target.load_sharded(f"{folder}/qwen3_moe"),
+        r"recurrent or convolution layers.*Use shard=false\.$": lambda: Target.load_sharded(
+            f"{folder}/qwen3_5_text", mesh
+        ),
+        r"experts.*Use shard=false; then device=auto": lambda: Target.load_sharded(f"{folder}/qwen3_moe", mesh),
         r"is quantised \(gptq-4bit\), and shard=true divides only plain": lambda: Target.load_sharded(
-            f"{folder}/quantised"
+            f"{folder}/quantised", mesh
         ),
         r"set compile=false\.$": lambda: Decoder(
             sharded, None, sampling=Sampling(), stop=set(), runner=Runner(compile=True)

@@ -9,9 +9,8 @@ import re
 import pytest
 
 from specdec.measuring.report import PromptCounts
-from specdec.target.fingerprint import Fingerprint
 from specdec.tools.adapt import answers, judging
-from specdec.tools.adapt.adapt import AdaptOptions, size_training
+from specdec.tools.adapt.adapt import AdaptOptions, list_recorded_objective, size_training
 from specdec.tools.adapt.answers import RecordedAnswer, TooFewAnswers, TrafficSource, split_newest
 from specdec.tools.adapt.folder import AdaptationFolder, AdaptationPlan
 from specdec.tools.adapt.judging import MAX_ANSWERS, MIN_CONVERSATIONS, TauChange, compare_groups, find_groups
@@ -74,18 +73,30 @@ def test_lines_are_read_back_and_other_writers_are_told():
     assert SOURCE.parse_row({"tokens": 1}, location="x:1") == "without token ids or a time"
 
 
-@pytest.mark.parametrize("expected", ["v2.abc", "1234"])
-def test_rows_of_an_earlier_version_are_told_by_the_targets_files(expected):
-    """As many times as there are forms: the files are read only where both differ."""
+def test_the_form_of_an_earlier_version_accuses_no_row_and_no_head():
+    """Names decide, as of rows without a fingerprint."""
+    for here, writer in (("v2." + "1" * 16, "1" * 16), ("1" * 16, "v2." + "1" * 16), ("1" * 16 + "-fp8", "v2.0")):
+        source = dataclasses.replace(SOURCE, target_fingerprint=here)
+        assert source.accepts_writer({"target": "t", "target_fingerprint": writer})
+        assert not source.accepts_writer({"target": "u", "target_fingerprint": writer})
 
-    def accepts(old: str, *, target: str | None = "t", writer: str | None = None) -> bool:
-        source = TrafficSource("abc", "models/t", expected, lambda: Fingerprint(lambda: "v2.abc", lambda: old))
-        return source.accepts_writer({"target": target, "target_fingerprint": writer})
 
-    assert [name for name in ("v2.abc", "1234", "v2.99", "99") if accepts("1234", writer=name)] == ["v2.abc", "1234"]
-    assert accepts("9-layers-unread", writer="99") == (expected == "v2.abc")  # by the name, where it is not known
-    silent = TrafficSource("abc", "models/t", expected, lambda: pytest.fail("read without need"))
-    assert silent.accepts_writer({"target_fingerprint": expected}) and silent.accepts_writer({"target": "t"})
+@pytest.mark.parametrize(
+    ("objective", "changes", "sentence"),
+    [
+        ({"losses": {"jsd": 1.0}}, {}, "with losses.jsd=1.0, .* give training.head.objective.losses.kl=1, or"),
+        ({"losses": {"jsd": 1.0}}, {"head.objective.losses.kl": "1"}, None),
+        ({"weighting": "vat"}, {"train.batch": "2"}, "weighting=vat, .* training.head.objective.weighting=decay, or"),
+        ({"weighting": "vat"}, {"head.objective.weighting": "dpace"}, None),
+    ],
+)
+def test_what_an_earlier_version_trained_with_is_named_or_replaced(objective, changes, sentence):
+    settings = {"head": {"objective": objective}}
+    if sentence is None:
+        assert "head.objective.losses.jsd" not in list_recorded_objective(settings, "eagle", changes)
+        return
+    with pytest.raises(ValueError, match=sentence):
+        list_recorded_objective(settings, "eagle", changes)
 
 
 def test_answers_of_one_launch_are_equally_new(tmp_path):

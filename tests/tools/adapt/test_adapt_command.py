@@ -55,6 +55,9 @@ def adapt_folder(tmp_path_factory):
     """A tiny target with a head, old rows, and traffic of 40 conversations."""
     folder = tmp_path_factory.mktemp("adapting")
     save_eagle(folder / "head", save_target(folder / "target"))
+    objective = {"losses": {"kl": 1.0, "smooth_l1": 1.0, "jsd": 0.0, "lk": 0.0}, "eta": 3.0, "depth": 2}
+    config = {"head": {"objective": {"_target_": "train.objective.Objective", **objective}}}  # of an earlier version
+    (folder / "head" / "config.yaml").write_text(json.dumps(config))
     (folder / "traffic").mkdir()
     write_rows(folder / "traffic" / "traffic-000001.jsonl", make_rows(range(1, 41), folder / "target"))
     old = [{"id": f"old-{n}", "prompt": f"Say {n}.", "completion": f"{n}, then {n + 1}."} for n in range(30)]
@@ -194,13 +197,14 @@ def test_the_source_and_the_target_are_pinned(adapt_folder, run_adapt, tmp_path)
 
     def run_with(fingerprint: str) -> None:
         source.write_text(json.dumps({**record, "target_fingerprint": fingerprint}))
-        Path("adapted/training/before.json").unlink()
+        Path("adapted/training/before.json").unlink(missing_ok=True)
         run_adapt(option, "dry_run=true")
 
-    run_with(target.identity.old_text)  # as an earlier version pinned it
-    assert json.loads(source.read_text()) == record
     with pytest.raises(ValueError, match=r"is another target \(fingerprint .*put that one back"):
+        run_with("v2." + "0" * 16)
+    with pytest.warns(UserWarning, match="adapted names its target .*of an earlier version.* choose another out="):
         run_with("0" * 16)
+    assert json.loads(source.read_text()) == record
     source.write_text(json.dumps(record))
     save_eagle(head, target, seed=3)
     with pytest.raises(ValueError, match=rf"another head than checkpoint={head} is now.*whose files differ"):

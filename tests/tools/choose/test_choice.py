@@ -1,6 +1,9 @@
 """Tests of specdec/tools/choose/choice.py: speedups by hand, acceptance at all K from one replay, loads, schedules."""
 
+import functools
 import json
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,9 +11,13 @@ import torch
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
+from specdec.heads.native import NativeMTP
+from specdec.measuring.replay import AnsweredPrompt
 from specdec.measuring.report import PromptCounts
 from specdec.proposers.heads import HeadProposer
+from specdec.text.conversations import Prompt
 from specdec.tools.choose import choice, page
+from specdec.tools.choose.acceptance import _compare_window, compare_windows, rate_window
 from specdec.tools.choose.choice import ShapeAcceptance
 from specdec.tools.choose.round_costs import CostPoint, RoundCosts
 from specdec.unroll.replay import replay_answers
@@ -28,6 +35,23 @@ def table(*points, name="head"):
     return RoundCosts(
         [CostPoint(name, rows, drafts, 100.0, seconds, plain) for rows, drafts, seconds, plain in points], "a test"
     )
+
+
+def test_a_window_is_advised_or_dismissed_only_where_the_interval_tells():
+    rate = functools.partial(rate_window, "decode.window=4")
+    assert rate(8, 0.01, 0.3) == "give decode.window=4" and rate(8, -0.3, -0.01) == "it does not pay"
+    assert rate(8, -0.1, 0.1) == rate(8, 0.0, 0.1) == "whether it pays is not certain"
+    assert "too few" in rate(7, 0.01, 0.3) and "too few" in rate(7, -0.3, -0.01)
+
+
+def test_modules_with_a_window_of_their_own_are_not_compared_with_another(tmp_path):
+    (tmp_path / "drafter.json").write_text(json.dumps({"_target_": "a.head", "trained_length": 4}))
+    module = Mock(spec=NativeMTP, windows=[8], layout_window=8, with_window=Mock(side_effect=ValueError))
+    drafting = SimpleNamespace(window=None, replayable=lambda *_: True)
+    decode = SimpleNamespace(make_drafting=lambda: drafting)
+    runs = [SimpleNamespace(name="native", folder=tmp_path, drafter=module)]
+    task = SimpleNamespace(runs=runs, options=SimpleNamespace(decode=decode), sampling=Sampling())
+    assert compare_windows(task, [SimpleNamespace(length=10)] * 9) == []
 
 
 def test_a_speedup_is_what_is_computed_by_hand():
@@ -48,12 +72,14 @@ def test_one_replay_has_tau_of_every_number_of_drafts(small_target, temperature)
     answers = [plain.generate([prompt], 20, generator=torch.Generator().manual_seed(0)).tokens[0] for prompt in PROMPTS]
     texts, emitted = list(zip(PROMPTS, answers)), sum(len(answer) - 1 for answer in answers)
     replays = replay_answers(drafter, texts, depth=5, temperature=temperature)
-    acceptances = choice.summarise_chains("head", [replayed.acceptance for replayed in replays])
+    prompts = [Prompt(str(number), "", prompt) for number, prompt in enumerate(PROMPTS)]
+    acceptances = choice.summarise_chains("head", [replayed.acceptance for replayed in replays], prompts)
     assert [acceptance.shape for acceptance in acceptances] == [f"chain of {num}" for num in range(1, 6)]
     for num, acceptance in enumerate(acceptances, start=1):
         replays = replay_answers(drafter, texts, depth=num, temperature=temperature)
         assert acceptance.tau == pytest.approx(emitted / sum(replayed.expected_rounds[0] for replayed in replays))
         assert acceptance.tau == pytest.approx(1 + sum(acceptance.survival))
+        assert sum(bucket["emitted"] for bucket in acceptance.contexts["context"]) == pytest.approx(emitted)
         assert acceptance.tau_ci[0] <= acceptance.tau <= acceptance.tau_ci[1]
         if not temperature:
             decoder = Decoder(target, HeadProposer(drafter, TreeShape(num, 1, num)), sampling=sampling, stop=set())
@@ -141,3 +167,12 @@ def test_predictions_are_read_from_a_document(tmp_path):
         (tmp_path / "results.json").write_text(json.dumps({"choice": wrong}))
         with pytest.raises(ValueError, match=r"predicted=.* must be a folder of specdec choose"):
             choice.read_predictions(str(tmp_path))
+
+
+@pytest.mark.parametrize("head", ["dflash", "eagle"])
+def test_windows_are_compared_with_as_many_drafts_as_a_head_can_make(small_target, head):
+    run = SimpleNamespace(name=head, drafter=make_drafter(small_target, head))
+    texts = [AnsweredPrompt(prompt, [1, 2, 3, 4, 5, 1], 0.0) for prompt in PROMPTS[:2]]
+    task = SimpleNamespace(options=SimpleNamespace(seed=0))
+    sentence = _compare_window(task, run, run.drafter.with_window(4), texts)
+    assert "2 texts longer than its training: a window of 4 changes tau from" in sentence

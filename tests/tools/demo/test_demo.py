@@ -18,8 +18,8 @@ from tests.support.targets import save_target
 
 DAY = 86400
 SIZES = TextSizes(rows=234, row_tokens=280, heldout=49, prompt_tokens=170, compared_tokens=40, pack=512)
-SLOW = Speeds(start=12.0, token=0.1, drafted=0.06, read=1 / 250, step=1 / 350, update=0.05)
-QUICK = Speeds(start=6.0, token=0.01, drafted=0.006, read=1 / 5000, step=1 / 5000, update=0.005)
+SLOW = Speeds(start=12.0, token=0.1, drafted=0.06, read=1 / 250)
+QUICK = Speeds(start=6.0, token=0.01, drafted=0.006, read=1 / 5000)
 
 
 # Budgets
@@ -45,6 +45,17 @@ def test_a_quick_machine_takes_less():
     plan = plan_demo(QUICK, SIZES, minutes=8)
     assert plan.rows == SIZES.rows and sum(plan.seconds) < 120
     assert (plan.shown_tokens, plan.questions) == (SHOWN_TOKENS[1], COMPARED_QUESTIONS[1])
+
+
+@pytest.mark.parametrize("factor", [0.5, 1, 2, 4])
+def test_steps_that_are_slower_than_planned_are_validated_in_time(monkeypatch, factor):
+    """Training ends at the first validation behind its moment. A step takes about three replays at most."""
+    speeds, num_passes = scale_speeds(factor), budget.EPOCHS / budget.NUM_VALIDATIONS
+    plan = plan_demo(speeds, SIZES, minutes=8)
+    monkeypatch.setattr(budget, "STEP_READS", 3.0)
+    seconds = budget.TRAINING_STARTS * speeds.start + 2 * budget.NUM_CHOOSING * SIZES.row_tokens * speeds.read
+    row_seconds = SIZES.row_tokens * (speeds.read + num_passes * speeds.find_step(SIZES.step_tokens))
+    assert seconds + plan.rows * row_seconds < (1 - budget.JUDGING_SHARE) * budget.OVERRUN * plan.seconds[1]
 
 
 def test_what_is_least_is_done_however_slow_the_machine_is():

@@ -143,6 +143,30 @@ def test_an_adapter_names_its_base(tmp_path, capsys):
     assert status == 2 and "LORA adapter of rank 8 on user/base (q_proj)" in page and "merge" in page
 
 
+@pytest.mark.parametrize("window, advised", [(None, True), (512, True), (64, False)])
+def test_a_head_names_the_longest_text_of_its_training(tmp_path, capsys, window, advised):
+    head = {"_target_": "specdec.heads.mtp.MTP", "target": "user/base", "window": window, "trained_length": 64}
+    (tmp_path / "drafter.json").write_text(json.dumps(head))
+    status, page = inspect(tmp_path, capsys)
+    assert status == 2 and "MTP for user/base, trained on texts of at most 64 tokens" in page
+    assert ("try decode.window=64" in page) == advised
+
+
+@pytest.mark.parametrize("layout, advised", [("qwen", True), ("exaone", False)])
+def test_no_window_is_advised_for_modules_that_may_have_their_own(tmp_path, capsys, layout, advised):
+    head = {"_target_": "specdec.heads.native.NativeMTP", "layout": layout, "trained_length": 64}
+    (tmp_path / "drafter.json").write_text(json.dumps(head))
+    _, page = inspect(tmp_path, capsys)
+    assert ("try decode.window=64" in page) == ("layers see all positions" in page) == advised
+
+
+def test_a_head_names_its_layers_without_a_window(tmp_path, capsys):
+    head = {"_target_": "specdec.heads.eagle.Eagle3", "window": 64, "full_layers": [1], "trained_length": 64}
+    (tmp_path / "drafter.json").write_text(json.dumps(head))
+    _, page = inspect(tmp_path, capsys)
+    assert "layers see 64 positions, but layers [1] all" in page and "try decode.window=64" in page
+
+
 def write_gguf(path: Path) -> None:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(2)
@@ -160,7 +184,7 @@ def test_a_gguf_file_is_read_and_is_no_target(tmp_path, capsys):
     assert status == 2 and "llama: 2 layers of width 8" in page and "no target" in page
     (tmp_path / "damaged.gguf").write_bytes(b"GGUF")
     status, page = inspect(tmp_path / "damaged.gguf", capsys)
-    assert status == 2 and "damaged.gguf is no GGUF file, or is damaged" in " ".join(page.split())
+    assert status == 2 and "damaged.gguf is no whole GGUF file" in " ".join(page.split())
 
 
 def test_a_model_on_the_hub_is_inspected_without_its_weights(folder, hub, monkeypatch, capsys):

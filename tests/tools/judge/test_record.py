@@ -12,7 +12,6 @@ from specdec.measuring.record import Record
 from specdec.measuring.servers.identity import describe_machine
 from specdec.measuring.servers.referee import ServedAnswer, ServedBatch, Speculation
 from specdec.tools.judge.checks import check_traffic, make_control
-from specdec.tools.judge.figures import find_bucket, name_bucket
 from specdec.tools.judge.notes import note_history
 from tests.tools.judge.drafting import FACTS, NEW, NUM, Drafting, K, find_truth, list_bodies, own_server
 
@@ -54,8 +53,19 @@ def check_first_load(record: Record, level: dict, tau: float, survival: list[flo
     assert first.speedup[0] == level["speedup_of_a_user"] and first.speedup[1] is not None
     assert (protocol.suite, protocol.file, protocol.endpoint) == ("prompts", "prompts.jsonl", "v1/completions")
     assert protocol.max_tokens == NEW and protocol.drafts == K and len(protocol.ids_sha256) == 64
-    assert record.by.prompt_tokens["0-255"].prompts == NUM
-    assert record.by.answer_tokens["0-255"].tau[0] == pytest.approx(tau)
+    check_groups(record, tau)
+
+
+def check_groups(record: Record, tau: float) -> None:
+    """The groups of rounds give tau of all; without rounds, prompts are grouped."""
+    if record.by.ungrouped:
+        assert record.by.prompt_tokens["0-255"].prompts == NUM and not record.by.context
+        assert sum(group.prompts for group in record.by.answer_tokens.values()) == NUM
+        assert all(group.tau for group in record.by.answer_tokens.values())
+        return
+    for groups in (record.by.context, record.by.answer):
+        rounds = sum(group.rounds for group in groups.values())
+        assert sum(group.rounds * group.tau[0] for group in groups.values()) / rounds == pytest.approx(tau)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llamacpp"])
@@ -352,8 +362,3 @@ def test_the_machine_of_a_server_elsewhere_is_unknown():
     machine = describe_machine(["http://localhost:1", "http://10.1.2.3:8000"], None, None)
     assert (machine.device, machine.count, machine.parallel) == (None, None, None)
     assert describe_machine(["http://localhost:1"], None, 0.5).device
-
-
-@pytest.mark.parametrize(("num", "name"), [(0, "0-255"), (255, "0-255"), (256, "256-1023"), (5000, "4096-16383")])
-def test_buckets_grow_by_a_factor_of_four(num, name):
-    assert name_bucket(find_bucket(num)) == name

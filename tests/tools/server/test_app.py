@@ -4,7 +4,9 @@ import contextlib
 import copy
 import functools
 import json
+import re
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -17,8 +19,10 @@ from specdec.proposers.heads import HeadProposer
 from specdec.text import conversations
 from specdec.tools.grammar.grammar import GrammarCompiler
 from specdec.tools.server.app import ServerContext, make_app
+from specdec.tools.server.drafts import describe_drafter
 from specdec.tools.server.engine import Engine
 from specdec.tools.server.lane import ServedDrafter
+from specdec.tools.server.serve import make_length_note
 from tests.support.decoding import chain_of, greedy
 from tests.support.drafters import make_drafter
 from tests.support.targets import small_tokenizer
@@ -292,3 +296,24 @@ def test_a_full_queue_a_late_answer_and_an_end_that_waits(tiny):
             asking = pool.submit(post, url, "completions", prompt="a", **LONG)
             await_that(lambda: served.engine.num_running)
         assert asking.result().json()["usage"]["completion_tokens"] == 300
+
+
+def test_the_first_prompt_beyond_the_training_of_each_head_is_named(tiny, tmp_path, capsys):
+    proposer, heads = types.SimpleNamespace(drafter=types.SimpleNamespace(windows=[None])), []
+    for name, length in (("first", 2), ("second", 3)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "about.json").write_text(json.dumps({"data": {"length": length}}))
+        (folder / "drafter.json").write_text("{}")
+        heads.append(describe_drafter("head", proposer, folder, folder))
+    present = heads[:1]
+    with serving(tiny, note_length=make_length_note(lambda: present[-1])) as (url, _):
+        for prompt in ([5, 6], [5, 6, 7, 8], [5, 6, 7]):
+            assert post(url, "completions", prompt=prompt).status_code == 200
+        present.append(heads[1])  # by POST /v1/draft_weights
+        for prompt in ([5, 6, 7], [5, 6, 7, 8], [5, 6, 7, 8]):
+            assert post(url, "completions", prompt=prompt).status_code == 200
+    first, second = re.findall(r"warning: .*", capsys.readouterr().out)
+    assert "A prompt is longer than all texts that" in first and "/first was" in first
+    assert "(4 against 2 tokens)" in first and "decode.window=2" in first
+    assert "/second was" in second and "(4 against 3 tokens)" in second

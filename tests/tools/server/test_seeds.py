@@ -8,7 +8,6 @@ import pytest
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.experiments.cascade.proposer import Cascade
-from specdec.experiments.layerskip.proposer import LayerSkip
 from specdec.proposers.auto import AutoProposer
 from specdec.proposers.costs import Costs
 from specdec.proposers.heads import HeadProposer
@@ -99,9 +98,9 @@ def test_a_seeded_request_has_the_same_text_each_time(tiny, kind):
 def test_what_drafts_with_a_fixed_shape_drafts_seeded_requests_too(small_target):
     """Text proposers fill trees up by the longest of a batch, and a cascade drafts until its last row is done."""
     head = HeadProposer(make_drafter(small_target, "eagle"), chain_of(2))
-    skipping, ngram = LayerSkip(small_target, layers=None, depth=2), Ngram(small_target, min=1, max=6, num=8)
+    ngram = Ngram(small_target, min=1, max=6, num=8)
     cascade = Cascade(small_target, inner=ngram, num=4, sinks=2, window=16)
-    for proposer in (head, skipping, None):
+    for proposer in (head, None):
         decoder = Decoder(small_target, proposer, sampling=Sampling(), stop=STOP)
         assert decoder.steady() is decoder
     for proposer, steady in ((ngram, None), (cascade, None), (unsteady(small_target, head=False), None)):

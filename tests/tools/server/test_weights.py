@@ -73,7 +73,7 @@ def folder(tmp_path_factory) -> Path:
     (heads / "file").write_text("nothing")
     adapting = json.loads((heads / "eagle" / "drafter.json").read_text())
     (heads / "adapting").mkdir()
-    adapting["_target_"] = "specdec.experiments.jacobi.head.Consistency"
+    adapting["_target_"] = "specdec.heads.medusa.Medusa2"
     (heads / "adapting" / "drafter.json").write_text(json.dumps(adapting))
     return folder
 

@@ -26,7 +26,8 @@ from tests.support.commands import write_rows
 from tests.support.conversations import ASKS, as_row, pair, supervised
 from tests.support.targets import REAL_TARGET
 from train.data import batches
-from train.data.packing import SCHEMA, EncodedRows, Packs, make_columns, take_tokens
+from train.data.packing import SCHEMA, EncodedRows, Packs, make_columns, pack_first_fit, pack_rows, take_tokens
+from train.features.loader import Material
 
 SINGLE = pair("Say hello.", "Hello \u00e9\U0001f600!\n\nBye.")
 MULTI = [*SINGLE, *pair("Hello \u00e9\U0001f600!", " Again? ")]
@@ -171,16 +172,17 @@ def test_rows_of_other_weights_are_noticed():
         warnings.simplefilter("error")
         warn_of_writers(packs.writers, make_known_target("f00-layers-unread-fp8"))
         warn_of_writers(packs.writers[3:], make_known_target("f00"))
-        renewed = Fingerprint(lambda: "v2.abc", lambda: "f00")  # what an earlier version wrote is known again
-        warn_of_writers([*packs.writers[3:], "v2.abc"], SimpleNamespace(identity=renewed))
-        unknown = Fingerprint(lambda: "v2.abc", lambda: "f11-layers-unread")  # not without the layers, in this form
-        warn_of_writers([*packs.writers[3:], "v2.abc"], SimpleNamespace(identity=unknown))
+        warn_of_writers(["0123456789abcdef-gguf-q8_0"] * 2, make_known_target("0123456789abcdef-gguf-q8_0"))
+    with pytest.warns(UserWarning, match="^2 of 3 rows name their target in the form of an earlier version") as warned:
+        warn_of_writers(["0123456789abcdef", "fedcba9876543210-fp8", None], make_known_target("v2.0"))
+    assert len(warned) == 1
 
 
 def test_packs_count_and_cut_rows_and_have_a_fingerprint():
     rows = [make_row(3, 4), make_row(3, 5), make_row(8, 4), make_row(0, 1)]
+    packs = Packs(EncodedRows.from_rows(rows), length=7)
     with pytest.warns(UserWarning, match="cut at 7 tokens: 1 of 4; .* that long: 2"):
-        packs = Packs(EncodedRows.from_rows(rows), length=7)
+        packs.warn_of_losses()
     assert (packs.num_cut, packs.num_skipped) == (1, 2)
     assert [len(row.tokens) for pack in packs for row in pack] == [7, 7]
     rows = [make_row(1, num, str(num)) for num in (5, 4, 3, 2, 1)]  # of 6, 5, 4, 3, 2 tokens
@@ -197,8 +199,23 @@ def test_packs_count_and_cut_rows_and_have_a_fingerprint():
     assert packs.num_tokens == 5 + 4 + 4 and packs.supervised_counts.tolist() == [1, 1, 2, 3, 1]
     for num_tokens, row_numbers in ((None, [0, 1, 2]), (3, [0]), (4, [0, 1]), (7, [0, 1]), (8, [0, 1, 2])):
         assert take_tokens(EncodedRows.from_rows(rows), numpy.arange(3), num_tokens).tolist() == row_numbers
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match="Raise the length"):
+    with pytest.raises(ValueError, match="Raise the length"):
         Packs(EncodedRows.from_rows(rows[2:]), length=2)
+
+
+def test_short_rows_fill_up_what_long_rows_leave():
+    lengths = numpy.array([1000] * 40 + [5000] * 10 + [8192])
+    packs = pack_rows(lengths, 8192)
+    assert numpy.bincount(packs, weights=lengths).max() <= 8192 and packs.max() + 1 == 13  # in their order: 16
+    in_order = pack_first_fit([1000] * 40 + [4096] * 11, 4096)
+    assert pack_rows(lengths.clip(max=4096), 4096).tolist() == in_order.tolist()
+
+
+def test_short_packs_are_not_padded_to_the_length_of_long_ones():
+    rows = [make_row(1, num) for num in (100, 8191, 3000)]
+    material = Material(Packs(EncodedRows.from_rows(rows), length=8192, packed=False), 8192, None)
+    for indices, length in (([0], 1024), ([2], 3072), ([0, 1], 8192)):
+        assert material.collate([material.packs[index] for index in indices]).tokens.shape[1] == length
 
 
 def test_collate_and_attention_against_a_loop():

@@ -32,8 +32,7 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def packs() -> Packs:
     rows = [Row(str(n), "all", random_tokens(n, 5 + n, 61), [False] + [True] * (4 + n)) for n in range(NUM)]
-    with pytest.warns(UserWarning, match="that are cut at 30 tokens"):
-        return Packs(EncodedRows.from_rows(rows), length=LONG)
+    return Packs(EncodedRows.from_rows(rows), length=LONG)
 
 
 def count_row_tokens(packs: Packs, reads: list[int]) -> dict[int, int]:

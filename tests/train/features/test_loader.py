@@ -32,7 +32,7 @@ def test_batches_read_ahead_are_those_of_the_step(monkeypatch, num_prefetched):
     for step in range(6):
         for number, micro in enumerate(loader.read_step(step)):
             indices = loader.order(step, number)
-            expected = loader.material.collate(indices)
+            expected = loader.material.collate([loader.material.packs[index] for index in indices])
             assert micro.row_ids == [row.id for index in indices for row in packs[index]]
             assert micro.number == 2 * step + number
             assert torch.equal(micro.batch.tokens, expected.tokens)

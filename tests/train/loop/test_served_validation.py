@@ -30,7 +30,7 @@ from specdec.tools.server.serve import ServeOptions, find_presets, load_server
 from tests.engines.tiny_engine import TinyEngine
 from tests.support.commands import write_rows
 from tests.support.drafters import make_drafter
-from tests.support.processes import fit_by_two
+from tests.support.processes import fit_together
 from tests.support.runs import PowerCutError, before_steps, cut_power, log_of, report_of, train_overrides
 from tests.support.small_server import SmallServer
 from tests.support.targets import small_tokenizer
@@ -161,7 +161,7 @@ def test_two_processes_ask_once_and_both_know_the_figures(folder, prompts, tmp_p
     with TakingWeights() as engine:
         engine.refuse = lambda path, body, num: (401, "no") if num == 3 and path == "v1/completions" else None
         overrides = train_overrides(folder, "served", *SHORT, prompts, f"validation.engine={engine.url}")
-        outputs = fit_by_two(tmp_path, [{"run": "served", "overrides": overrides}])
+        outputs = fit_together(tmp_path, [{"run": "served", "overrides": overrides}])
     rows = [row["validation"]["served"] for row in log_of("served") if "validation" in row]
     assert engine.versions[:3] == [f"served/step-{step}" for step in (0, 2, 4)]
     assert list(rows[0]["loads"]) == ["1", "4"] and rows[0]["loads"]["1"]["replayed_tau"] >= 1

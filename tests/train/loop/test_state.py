@@ -1,5 +1,6 @@
 """Tests of the folder of a run: its log, its states, when they are saved, and the thread that writes them."""
 
+import json
 import re
 import threading
 from dataclasses import replace
@@ -10,7 +11,7 @@ import torch
 
 from specdec import checkpoint
 from specdec.core import files
-from tests.support.runs import before_steps, fit_interrupted, losses_of
+from tests.support.runs import PowerCutError, before_steps, cut_power, fit_interrupted, losses_of
 from train.loop.state import RunFolder, StateSaver
 
 STATE = {"weights": {"weight": torch.arange(3.0)}, "optimizer": {"state": {}, "param_groups": []}, "document": {}}
@@ -84,6 +85,16 @@ def test_another_number_of_processes_may_resume(run_folder, recorded, current, r
         assert current_folder.read_state()[2]["step"] == 2
 
 
+def test_a_run_of_an_earlier_version_goes_on_if_it_used_nothing_that_went(run_folder):
+    """Losses of weight 0 and other options that are gone do not count; nor can its target be compared."""
+    losses = {f"head.objective.losses.{name}": weight for name, weight in (("kl", 1.0), ("jsd", 0.0))}
+    folder = replace(run_folder, settings={**run_folder.settings, "head.objective.losses.kl": 1.0, "target": "v2.0"})
+    with pytest.warns(UserWarning, match="names its target in the form of an earlier version, .* start another run="):
+        folder.refuse_changes({**run_folder.settings, **losses, "head.objective.eta": 3.0, "target": "0" * 16})
+    with pytest.raises(ValueError, match=r"other settings: head\.objective\.losses\.jsd was 0\.5, is None\. Resume"):
+        folder.refuse_changes({**folder.settings, **losses, "head.objective.losses.jsd": 0.5})
+
+
 # The log, and which step is the best
 
 
@@ -114,6 +125,14 @@ def test_a_begun_or_finished_run_is_not_overwritten(run_folder):
     assert run_folder.check_start(resume="auto")
     with pytest.raises(ValueError, match=r"finished run \(1 steps\)"):
         run_folder.check_start(resume=True)
+
+
+@pytest.mark.parametrize("length", [4096, 8192])
+def test_long_packs_of_an_earlier_version_are_named_where_the_data_differ(run_folder, length):
+    folder = replace(run_folder, settings={"data.length": length, "data": "new"})
+    with pytest.raises(ValueError, match=r"the training data \(digest old then, new now\)") as refused:
+        folder.refuse_changes({"data.length": length, "data": "old"})
+    assert ("an earlier version began it" in str(refused.value)) is (length > 4096)
 
 
 # The thread that writes states
@@ -209,6 +228,20 @@ def test_a_state_that_is_written_later_is_that_of_its_step(fit, monkeypatch):
         fit("late", *options)
     assert files_of("late") == files_of("at-once") and len(files_of("late")) == 4
     assert losses_of("late") == losses_of("at-once")
+
+
+def test_a_run_that_goes_on_with_fewer_groups_says_what_keeps_the_packs_of_a_step(fit, capsys):
+    options = (*SHORT_OPTIONS, "train.save_every=2")
+    with before_steps(cut_power(3)), pytest.raises(PowerCutError):
+        fit("run", *options)
+    (state,) = Path("checkpoints/run/state").iterdir()
+    document = checkpoint.read_json(state / "state.json")
+    document["about"]["processes"] = 2
+    (state / "state.json").write_text(json.dumps(document))
+    (state / files.CHECKSUMS).unlink()
+    fit("run", *options, "resume=true")
+    out = capsys.readouterr().out
+    assert "begun by 2 groups of processes and goes on with 1: " in out and "train.context_parallel" in out
 
 
 def test_the_first_step_of_every_launch_is_shown(fit, capsys):

@@ -12,9 +12,10 @@ from rich.table import Table
 
 from specdec import checkpoint
 from specdec.core import fast, files
+from specdec.core.group import Group
 from specdec.core.sampling import Sampling
 from specdec.decoding.drafting import Drafting
-from specdec.measuring import answers
+from specdec.measuring import answers, measure
 from specdec.measuring import replay as written_replay
 from specdec.measuring.measure import MeasureSettings, PromptReplay
 from specdec.measuring.model_card import Provenance, choose_chain, write_expectations
@@ -189,6 +190,29 @@ def test_on_a_gpu_answers_come_from_graphs_and_on_a_cpu_from_plain_passes(make, 
     make(drafter).replay(drafter)
     assert json.loads(path.read_text())["answers"] == document["answers"] and captured
     assert answers.HeldoutAnswers(drafter.target, Sampling(), 4, set(), 0, path.parent).runner.undecided
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_long_prompt_is_answered_with_fewer_at_once_and_leaves_the_others_as_they_are(
+    drafter, monkeypatch, tmp_path, temperature
+):
+    """Of 20 prompts the tenth is long: those beside it are answered two at a time, the others as without it."""
+    monkeypatch.setattr(measure, "LONG_PROMPT", 8)
+    prompts = [Prompt(str(number), "", random_tokens(number, 5, 6)) for number in range(20)]
+
+    def write(*longer: int) -> list[list[int]]:
+        texts = [replace(each, tokens=each.tokens * (5 if n in longer else 1)) for n, each in enumerate(prompts)]
+        sizes.append(list(answers.split_heldout(texts).items()))
+        return answers.HeldoutAnswers(drafter.target, Sampling(temperature), 4, set(), 0, tmp_path).get(texts, Group())[
+            0
+        ]
+
+    sizes: list[list[tuple[int, int]]] = []
+    first, second = write(), write(9)
+    assert sizes == [[(0, 8), (8, 8), (16, 8)], [(0, 8), (8, 2), (10, 2), (12, 2), (14, 2), (16, 8)]]
+    assert len(second) == 20 and first[:8] == second[:8] and first[16:] == second[16:] and first[9] != second[9]
+    if not temperature:
+        assert first[10:] == second[10:]
 
 
 # When drafts are decoded

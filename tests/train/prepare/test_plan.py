@@ -13,8 +13,8 @@ from train.prepare import facts as prepare
 from train.prepare import plan
 from train.prepare.facts import PlannedFacts
 from train.settings import decide, hydra_text
-from train.settings.decide import RunSizes
-from train.settings.options import NORM_OPTIONS, RunOptions
+from train.settings.decide import RunSizes, TextLengths
+from train.settings.options import RunOptions, fill_arguments
 
 CPU = torch.device("cpu")
 PLAN = ("machine=h100", "plan=true")
@@ -22,11 +22,12 @@ TARGETS = sorted(path.stem for path in (ROOT / "conf/target").glob("*.yaml") if 
 MACHINES = sorted(path.stem for path in (ROOT / "conf/machine").glob("*.yaml") if path.stem != "here")
 EVERYWHERE = ("smollm2-135m", "qwen3-8b", "llama-3.3-70b")  # on all machines in the first tier of tests, too
 SMALL = ("smollm2-135m", "gemma-3-270m", "qwen3.5-0.8b", "lfm2.5-1.2b")
-LARGE = ("llama-3.3-70b", "gpt-oss-120b", "gemma-4-31b")  # for one GPU of 80 GB, the target alone
+LARGE = ("llama-3.3-70b", "gpt-oss-120b")  # for one GPU of 80 GB, the target alone
 TOO_LARGE = {
     (target, machine)
     for target, machine in itertools.product(TARGETS, MACHINES)
-    if (machine == "laptop" and target not in SMALL) or (machine in ("h100", "h100x8") and target in LARGE)
+    if (machine == "laptop" and target not in SMALL)
+    or (machine.startswith("h100") and machine != "h100_engine" and target in LARGE)
 }
 # Numbers of parameters that publishers state, in billions, of the text part alone where it is stated so
 SIZES = {
@@ -44,8 +45,7 @@ def outline_of(options: RunOptions):
 
 def sizes_of(options: RunOptions, **changed) -> RunSizes:
     sizes = {"precision": "bf16", "length": 512, "batch": 1, "vocab_size": 8192, "solve_packs": 200}
-    drafter = options.head.drafter | {name: False for name in NORM_OPTIONS if name in options.head.drafter}
-    return RunSizes(**sizes | changed, drafter=drafter)
+    return RunSizes(**sizes | changed, drafter=fill_arguments(options.head.drafter))
 
 
 @functools.cache
@@ -72,7 +72,7 @@ def test_every_target_on_every_machine_fits_or_is_refused(target, machine, monke
     monkeypatch.setattr(plan, "make_outline", lambda *_: outline)
     facts = RandomRows(compose_options("head=eagle3", f"target={target}", f"machine={machine}", "plan=true"))
     config, run_count = decide.decide(facts.options, facts).config, facts.run_count
-    printed_plan = plan.make_plan(config, run_count.drafter, facts.texts, facts.hardware, run_count.memory, facts.pace)
+    printed_plan = plan.make_plan(config, run_count, facts.texts, facts.hardware, run_count.memory, facts.pace)
     print(printed_plan)
     assert printed_plan.lines and (config.precision, config.target.dtype) == ("bf16", "bfloat16")
     if (target, machine) in TOO_LARGE:
@@ -147,6 +147,62 @@ def test_a_wrong_path_is_said_before_anything_is_loaded(fit, monkeypatch, option
     monkeypatch.setattr("specdec.core.hub.is_hub_reachable", lambda: False)
     with pytest.raises((ValueError, OSError), match=sentence):
         fit("wrong", option)
+
+
+@pytest.mark.parametrize("head", ["eagle3", pytest.param("mtp", marks=pytest.mark.full)])
+def test_the_memory_of_a_step_is_linear_in_the_length_of_a_text(head):
+    target, given = load_outline("smollm2-135m"), compose_options(f"head={head}", "machine=h100")
+
+    def count(length: int, **changed) -> float:
+        texts = TextLengths(numpy.full(4, length), 4, numpy.zeros(0))
+        sizes = sizes_of(given, length=length, vocab_size=None, **changed)
+        return plan.count_run(given, sizes, target, texts, decide.Hardware("cuda", 1, 8e10, 1e12)).memory.step
+
+    steps = [count(length) for length in (1024, 2048, 4096)]
+    assert steps[2] - steps[1] == pytest.approx(2 * (steps[1] - steps[0]), rel=0.05)
+    assert count(4096, recompute=True) < 0.8 * steps[2]
+
+
+def test_parts_of_a_text_are_counted_of_a_whole_one():
+    """The last part of a pack with a shorter text would be padding, which needs little."""
+    target, options = load_outline("smollm2-135m"), compose_options("head=eagle3", "machine=h100x8")
+    steps = []
+    for length in (700, 1024):
+        texts = TextLengths(numpy.full(4, length), 4, numpy.zeros(0))
+        sizes = sizes_of(options, length=1024, vocab_size=None)
+        hardware = decide.Hardware("cuda", 8, 8e10, 1e12, group_size=4)
+        steps.append(plan.count_run(options, sizes, target, texts, hardware).memory.step)
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize(
+    ("machine", "option", "sentence"),
+    [
+        ("h100", "train.context_parallel=8", "train.context_parallel=8 lets a group .* there is one process"),
+        ("h100x8", "train.context_parallel=3", "train.context_parallel=3 .* 8 processes cannot form groups of 3"),
+        ("h100x8", "target.shard=16", "target.shard=16 lets .* 8 processes cannot form groups of 16"),
+        ("h100", "target.shard=true", "target.shard=true lets .* there is one process"),
+        ("h100x32", "machine.nodes=5", "machine.nodes=5 must divide the 32 processes"),
+    ],
+)
+def test_a_plan_refuses_groups_that_a_run_refuses(machine, option, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        PlannedFacts(compose_options("head=eagle3", f"machine={machine}", "plan=true", option))
+
+
+def test_each_process_of_a_group_asks_an_engine_for_whole_texts():
+    figures = []
+    for size in (1, 2):
+        options = compose_options(
+            "head=eagle3", "target=smollm2-135m", "machine=h100x8", "plan=true", f"train.context_parallel={size}",
+            "features.engine=http://localhost:1", "features.mode=engine",
+        )  # fmt: skip
+        facts = RandomRows(options)
+        config, run_count = decide.decide(facts.options, facts).config, facts.run_count
+        lines = plan.make_plan(config, run_count, facts.texts, facts.hardware, run_count.memory, facts.pace).lines
+        tokens, sent = (float(lines[name].split()[0].replace(",", "")) for name in ("reads", "network"))
+        figures.append(sent / tokens)
+    assert figures[1] == pytest.approx(2 * figures[0], rel=0.01)
 
 
 def test_the_start_needs_memory_only_where_there_is_one():

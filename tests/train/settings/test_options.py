@@ -111,6 +111,7 @@ TOGETHER = {  # what two options may not be together
     "head=medusa2 head.adapter=null": "A head that adapts the target needs head.adapter: {lr, delay}",
     "head=medusa2 features.engine=http://a": "features.engine=http://a: the head changes the target",
     "target.shard=true features.engine=http://a": "features.engine=http://a: target.shard=true keeps",
+    "head=draft train.context_parallel=2": "train.context_parallel=2: head=specdec.heads.draft.Draft reads whole texts",
     "head=medusa2 target.shard=true": "target.shard=true: head=specdec.heads.medusa.Medusa2 changes the target",
     "train.steps=3 train.epochs=2": "train.steps=3 says how long to train, so train.epochs would change nothing",
     "train.tokens=3 train.epochs=2": "train.tokens and train.epochs both say how much to read",
@@ -170,7 +171,7 @@ def test_help_shows_every_option_and_its_comment():
     text = usage.describe_usage()
     config = OmegaConf.load(ROOT / "conf" / "train.yaml")
     keys = [key for key in config if key not in ("defaults", "hydra")]
-    assert all(re.search(rf"^{key}:", text, re.M) for key in keys) and "head=consistency|dflash" in text
+    assert all(re.search(rf"^{key}:", text, re.M) for key in keys) and "head=dflash|" in text
     for comment in ("# steps", "# continue the run in that folder", "# half-width of the noise", "1 or more, or auto)"):
         assert comment in text
     assert "optional" not in str(config.defaults)  # an experiment that does not exist is refused
@@ -209,8 +210,9 @@ def test_a_choice_without_a_file_is_refused(wrong, sentence):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("", "Say which head to train, as in: accelerate launch train.py head=eagle. There are: consistency, dflash"),
-        ("head=eagel", "There is no head=eagel. Did you mean head=eagle? There are: consistency"),
+        ("", "Say which head to train, as in: accelerate launch train.py head=eagle. There are: dflash"),
+        ("head=consistency", "head=consistency was removed: an earlier version of specdec has it."),
+        ("head=eagel", "There is no head=eagel. Did you mean head=eagle? There are: dflash"),
         ("head=[eagle", "There is no head=[eagle. Did you mean head=eagle?"),
         ("head=eagle train.stepz=3", "There is no option 'train.stepz'. Did you mean 'train.steps'? See --help."),
         ("--head eagle", "'--head' is not of the form key=value, such as head=eagle. See --help."),
