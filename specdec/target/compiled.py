@@ -9,10 +9,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from specdec.core.cache import LayerStates, RowCache, list_state_tensors
+from specdec.core.cache import RowCache
 from specdec.core.cached_keys import CachedKeys
 from specdec.core.compile import Runner
 from specdec.core.devices import name_cause
+from specdec.core.layer_states import LayerStates, list_state_tensors
 from specdec.target.mixers import record_call
 from specdec.target.model import Target, TargetOutput
 from specdec.target.structure import STATE_KINDS

@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.core import cached_keys, fast, files, masks, precision
-from specdec.core.cache import LayerStates, RowCache, find_cache_argument
+from specdec.core.cache import RowCache, find_cache_argument
 from specdec.core.cached_keys import CachedKeys, Piece
 from specdec.core.compile import decodes_joined, join_products, run_block
 from specdec.core.devices import name_cause, upload_values
+from specdec.core.layer_states import LayerStates
 from specdec.core.shards import Shards
 from specdec.core.varlen import Segments
 from specdec.target import alibi, attention, fused_attention, loading, mixers, sharding
