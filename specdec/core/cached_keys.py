@@ -253,9 +253,7 @@ def attend_lagging(query: Tensor, key: Tensor, value: Tensor, text_piece: Piece,
             scale=scale, window=None if window is None else window - lag,
         )  # fmt: skip
     log_sum, out = log_sum.unflatten(1, (groups, -1)), out.unflatten(1, (groups, -1))
-    total = torch.logaddexp(log_sum, score)
-    share, own_share = ((part - total).exp()[..., None] for part in (log_sum, score))
-    return (share * out + own_share * own_value).to(query.dtype).flatten(1, 2)
+    return _join_softmaxes(out, log_sum, own_value, score)[0].flatten(1, 2)
 
 
 def _attend_rows(
@@ -291,9 +289,14 @@ def _attend_parts(
     if num_before == 0:
         return out, log_sum
     before, log_before = _attend_grouped(query, key[:, :, :num_before], value[:, :, :num_before], scale)
-    total = torch.logaddexp(log_sum, log_before)
-    share, share_before = ((log - total).exp()[..., None] for log in (log_sum, log_before))
-    return (share * out + share_before * before).to(query.dtype), total
+    return _join_softmaxes(out, log_sum, before, log_before)
+
+
+def _join_softmaxes(out: Tensor, log_sum: Tensor, added_out: Tensor, added_log: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention [.., V] over two sets of keys, and the logarithm of its sum of exponents [..], from those of each."""
+    total = torch.logaddexp(log_sum, added_log)
+    share, added_share = ((part - total).exp()[..., None] for part in (log_sum, added_log))
+    return (share * out + added_share * added_out).to(out.dtype), total
 
 
 PIECE_KERNELS = {"cpu": _attend_parts}  # by the type of device; others have the kernel for texts
