@@ -167,7 +167,6 @@ def plan_unroll(
     # Keys: all slots of their document up to the slot; modules of MTP see the keys of their own depth
     all_spans = find_spans(slot_documents) if context_kind in ("block", "path") else None
     key_spans = all_spans and _take_part(all_spans, slot_documents, selection.columns, share)
-
     steps: list[UnrollStep] = []
     selections = _select_slots(
         selection,
@@ -186,24 +185,33 @@ def plan_unroll(
 
         # Goals of this step: those whose slot was selected. Step d of a draft model is step 1 of a later slot
         lag = 1 if context_kind == "text" else d
-        goal_columns = (goal_indices - lag - first_slot).clamp(min=0)
-        goal_slots = step_selection.slot_of_column[goal_rows, goal_columns]  # [G]
-        guessed_goals = (has_slot[d - 1] & (goal_slots >= 0)).nonzero()[:, 0]
-        steps.append(
-            UnrollStep(
-                kept_slots=step_selection.kept_slots,
-                token_indices=(columns + first_slot + lag - 1).clamp(max=length - 1),
-                positions=slot_positions.gather(1, columns) + lag - 1,
-                key_spans=key_spans,
-                goals=guessed_goals,
-                slot_indices=(goal_rows * columns.shape[1] + goal_slots)[guessed_goals],
-                slot_share=step_selection.share,
-            )
+        guessed_goals, slot_indices = _find_guesses(step_selection, goal_list, has_slot[d - 1], lag + first_slot)
+        step = UnrollStep(
+            kept_slots=step_selection.kept_slots,
+            token_indices=(columns + first_slot + lag - 1).clamp(max=length - 1),
+            positions=slot_positions.gather(1, columns) + lag - 1,
+            key_spans=key_spans,
+            goals=guessed_goals,
+            slot_indices=slot_indices,
+            slot_share=step_selection.share,
         )
+        steps.append(step)
     text_documents = Documents.from_index(slot_documents) if context_kind == "text" else None
     goal_numbers = [step.goals.tolist() for step in steps]
     positions = slot_positions[:, share.select(num_columns)]
     return UnrollPlan(first_slot, num_columns, goal_list, positions, steps, text_documents, goal_numbers, share)
+
+
+def _find_guesses(selection: _Selection, goals: Tensor, has_slot: Tensor, distance: int) -> tuple[Tensor, Tensor]:
+    """Numbers [M] of the goals that a step guesses, and the indices [M] of the slots that do, among B * S.
+
+    goals [G, 2]: row and index; has_slot [G] bool: goals with tokens enough before them; distance: index of a goal
+    minus the column of its slot
+    """
+    rows, indices = goals.unbind(1)
+    slots = selection.slot_of_column[rows, (indices - distance).clamp(min=0)]  # [G]
+    guessed_goals = (has_slot & (slots >= 0)).nonzero()[:, 0]
+    return guessed_goals, (rows * selection.columns.shape[1] + slots)[guessed_goals]
 
 
 def _select_part(share: TextShare, num_rows: int, num_columns: int) -> _Selection:
