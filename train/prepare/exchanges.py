@@ -34,7 +34,7 @@ class CountedShare(TextShare):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeCount:
     """The exchanges of one kind in a step.
 
     calls: number of collectives; None: DDP chooses it in the first step; size: bytes of their whole tensors
@@ -53,27 +53,29 @@ class Exchange:
         return self.rounds * (self.num - 1) / self.num * self.size
 
 
-def count_exchanges(config: RunConfig, drafter: Head, hardware: Hardware, gathered: Sequence[int]) -> list[Exchange]:
+def count_exchanges(
+    config: RunConfig, drafter: Head, hardware: Hardware, gathered: Sequence[int]
+) -> list[ExchangeCount]:
     """The exchanges of a step. gathered: bytes of the gathers of keys in a micro-batch, see `CountedShare`"""
     num, times = hardware.num_processes, config.train.accumulation
-    exchanges = [Exchange("gradients", None, 4.0 * drafter.num_parameters(), num, rounds=2)]
+    exchanges = [ExchangeCount("gradients", None, 4.0 * drafter.num_parameters(), num, rounds=2)]
     if config.optimizer.name == "muon":
         matrices = list_hidden_matrices(drafter)
         dtype = torch.bfloat16 if config.plans_other_machine else find_compute_dtype(torch.device(hardware.device))
         size = sum(matrix.numel() for matrix in matrices) * dtype.itemsize
-        exchanges.append(Exchange("matrices of muon", len(matrices), size, num))
+        exchanges.append(ExchangeCount("matrices of muon", len(matrices), size, num))
     shard = config.target.shard
     if shard and not config.features.urls:
         size = num if shard is True else shard
         layers = list_layer_bytes(drafter.target, size)
         name = "layers of the target" + (", while features are made," if config.features.mode == "cached" else "")
-        exchanges.append(Exchange(name, times * len(layers), times * sum(layers), size))
+        exchanges.append(ExchangeCount(name, times * len(layers), times * sum(layers), size))
     if gathered:
         # Behind each gather of a forward pass is a sum of its gradients. Checkpointing gathers again, but not a context
         is_repeated = config.head.objective.get(CHECKPOINTING) and getattr(drafter, "context_kind", None) != "block"
         rounds = 1.5 if is_repeated else 2.0
         calls = round(rounds * times * len(gathered))
-        exchanges.append(Exchange("keys", calls, times * sum(gathered), hardware.group_size, rounds))
+        exchanges.append(ExchangeCount("keys", calls, times * sum(gathered), hardware.group_size, rounds))
     return exchanges
 
 
@@ -89,7 +91,7 @@ def count_padded_bytes(weight: nn.Parameter, size: int) -> int:
     return math.ceil(len(weight) / size) * size * (weight.numel() // len(weight)) * weight.element_size()
 
 
-def describe_exchanges(exchanges: Sequence[Exchange], machine: MachineOptions, hardware: Hardware) -> str:
+def describe_exchanges(exchanges: Sequence[ExchangeCount], machine: MachineOptions, hardware: Hardware) -> str:
     """The bytes of a step, by kind, and the shortest time that they take where the machine's figures are known."""
     parts = []
     for exchange in exchanges:

@@ -19,7 +19,7 @@ from tests.train.objective.test_fused import PATHS, make_batch
 from tests.train.objective.test_objective import make_objective
 from train.features.outputs import ComputedFeatures
 from train.loop.optimizer import Muon, find_compute_dtype, list_hidden_matrices
-from train.prepare.exchanges import CountedShare, Exchange, count_exchanges, describe_exchanges
+from train.prepare.exchanges import CountedShare, ExchangeCount, count_exchanges, describe_exchanges
 from train.settings.decide import Hardware
 from train.settings.options import MachineOptions
 
@@ -117,7 +117,7 @@ def test_bytes_of_a_step_are_those_of_torch(group, head, arguments, checkpointin
 
 def test_seconds_follow_from_the_groups_of_nodes():
     """A group inside a node sends nothing out of it. The processes of a node share their networks."""
-    exchanges = [Exchange("gradients", None, 32e9, 32, rounds=2), Exchange("layers of the target", 3, 8e9, 8)]
+    exchanges = [ExchangeCount("gradients", None, 32e9, 32, rounds=2), ExchangeCount("layers of the target", 3, 8e9, 8)]
     machine = MachineOptions(name="x", nodes=4, link=100, network=50)
     text = describe_exchanges(exchanges, machine, Hardware("cuda", 32, 8e10, 1e12))
     assert text == (
@@ -128,5 +128,5 @@ def test_seconds_follow_from_the_groups_of_nodes():
 
 def test_a_group_in_two_nodes_sends_out_of_them():
     machine = MachineOptions(name="x", nodes=2, link=100, network=50)
-    text = describe_exchanges([Exchange("keys", 2, 6e9, 2)], machine, Hardware("cuda", 6, 8e10, 1e12))
+    text = describe_exchanges([ExchangeCount("keys", 2, 6e9, 2)], machine, Hardware("cuda", 6, 8e10, 1e12))
     assert "3.000 GB out of each of 2 nodes" in text
