@@ -15,18 +15,6 @@ def causal_mask(num: int, device) -> Tensor:
     return torch.ones(num, num, dtype=torch.bool, device=device).tril()
 
 
-def document_mask(index: Tensor, *, lag: int = 0) -> Tensor:
-    """index [B, T], the document of each entry (-1: none) -> [B, 1, T, T]: causal inside each document.
-
-    lag: an entry sees itself, and entries at least `lag` places before it. An entry
-        of no document sees itself only, because a softmax needs a key.
-    """
-    num = index.shape[1]
-    same = (index[:, :, None] == index[:, None, :]) & (index >= 0)[:, None, :]  # [B, T, T]
-    mask = same & causal_mask(num, index.device).tril(-lag) | torch.eye(num, dtype=torch.bool, device=index.device)
-    return mask[:, None]
-
-
 def committed_mask(lengths: Tensor, visible: int) -> Tensor:
     """lengths [B] -> [B, 1, 1, visible]: committed entries only"""
     return (torch.arange(visible, device=lengths.device) < lengths[:, None])[:, None, None]

@@ -10,12 +10,12 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from specdec import checkpoint
-from specdec.core import masks
 from specdec.core.cache import UnrollCache
 from specdec.heads.eagle import Eagle
 from specdec.options import config_files
 from specdec.target.model import Target
 from tests.support.commands import ROOT
+from tests.support.reference_masks import document_mask
 from train.settings.hydra_text import make_search_path
 from train.settings.options import fill_arguments
 
@@ -151,7 +151,7 @@ def text_logits(drafter, tokens: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     h = torch.zeros(*tokens.shape, 0)
     _, readout = drafter.step(
-        1, h, tokens, positions, masks.document_mask(torch.zeros_like(tokens)), UnrollCache().at_step(1)
+        1, h, tokens, positions, document_mask(torch.zeros_like(tokens)), UnrollCache().at_step(1)
     )
     return drafter.logits(1, readout)
 

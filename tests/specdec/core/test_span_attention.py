@@ -3,16 +3,17 @@
 import pytest
 import torch
 
-from specdec.core import masks, span_attention
+from specdec.core import span_attention
 from specdec.core.cache import UnrollCache
 from specdec.core.span_attention import find_spans
+from tests.support.reference_masks import document_mask
 
 INDEX = torch.tensor([[0, 0, 0, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0], [-1, 0, 0, -1, 1, 1, 1]])
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_spans_are_the_masks_of_documents(lag):
-    assert torch.equal(find_spans(INDEX, lag=lag).mask(7), masks.document_mask(INDEX, lag=lag))
+    assert torch.equal(find_spans(INDEX, lag=lag).mask(7), document_mask(INDEX, lag=lag))
 
 
 @pytest.mark.parametrize("scores", [1, 60, 10**6])  # one slot at a time, some, all
@@ -33,7 +34,7 @@ def test_unroll_attention_against_a_dense_mask(scores, monkeypatch):
         keys.append(pair[0])
         values.append(pair[1])
         own = torch.eye(len(later_slots), dtype=torch.bool).expand(rows, 1, -1, -1)
-        mask = torch.cat([masks.document_mask(INDEX)[:, :, slots], *[own] * (d - 1)], dim=-1)  # [B, 1, S, T + (d-1)*S]
+        mask = torch.cat([document_mask(INDEX)[:, :, slots], *[own] * (d - 1)], dim=-1)  # [B, 1, S, T + (d-1)*S]
         every_key, every_value = (torch.cat(x, dim=2).repeat_interleave(heads // kv_heads, 1) for x in (keys, values))
         weights = (query @ every_key.transpose(2, 3) / width**0.5).masked_fill(~mask, float("-inf")).softmax(-1)
         torch.testing.assert_close(out, weights @ every_value, atol=1e-12, rtol=0)

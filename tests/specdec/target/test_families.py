@@ -7,7 +7,6 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from specdec.core import masks
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Nodes, TreeShape, make_tree
@@ -25,6 +24,7 @@ from tests.support.decoding import Scripted, chain_of, greedy, random_tokens
 from tests.support.drafters import load_head
 from tests.support.exports import bring_in, make_form, make_provenance
 from tests.support.families import FAMILIES, Family, find_family, reference
+from tests.support.reference_masks import document_mask
 from tests.support.targets import NEW_TRANSFORMERS, OLD_TRANSFORMERS
 from tests.target_table import (
     PAGE,
@@ -197,7 +197,7 @@ def check_documents(family, batch, output, layers) -> None:
     """Outputs of packed documents are those under a mask over the pack, and those of each document alone."""
     target, real = make_family_target(family), batch.documents >= 0
     if not family.recurrent:
-        mask = masks.document_mask(batch.documents)
+        mask = document_mask(batch.documents)
         packed = target.read(batch.tokens, layers, positions=batch.positions, mask=mask)
         torch.testing.assert_close(output.features[real], packed.features[real], atol=1e-4, rtol=1e-4)
     for document in range(2):

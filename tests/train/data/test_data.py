@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from specdec.core import masks
 from specdec.core.resumable import Resumable, read_rows
 from specdec.engines.answers import AnswerSettings, list_jobs
 from specdec.measuring.answer_prompts import read_distinct_temperatures
@@ -24,6 +23,7 @@ from specdec.target.fingerprint import Fingerprint
 from specdec.text import conversations, reading
 from tests.support.commands import write_rows
 from tests.support.conversations import ASKS, as_row, pair, supervised
+from tests.support.reference_masks import document_mask
 from tests.support.targets import REAL_TARGET
 from train.data import batches
 from train.data.packing import SCHEMA, EncodedRows, Packs, make_columns, pack_first_fit, pack_rows, take_tokens
@@ -232,7 +232,7 @@ def test_collate_and_attention_against_a_loop():
     tensors = (batch.tokens, batch.loss_mask, batch.documents, batch.positions)
     for tensor, values in zip(tensors, torch.tensor(expected).unbind(-1), strict=True):
         assert tensor.tolist() == values.to(tensor.dtype).tolist()
-    attention = masks.document_mask(batch.documents)
+    attention = document_mask(batch.documents)
     assert attention.shape == (2, 1, length, length) and attention.dtype == torch.bool
     for pack_index, column, other in itertools.product(range(2), range(length), range(length)):
         (_, _, document, _), (_, _, seen, _) = expected[pack_index][column], expected[pack_index][other]
